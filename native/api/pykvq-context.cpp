@@ -1,0 +1,369 @@
+#include "kvq-llama.h"
+#include "pykvq-guard.h"
+#include "pykvq-system.h"
+
+#include "ggml-backend.h"
+
+#include <algorithm>
+#include <climits>
+
+namespace {
+
+constexpr double MIB = 1024.0 * 1024.0;
+
+void require_range(const char * name, int64_t value, int64_t min, int64_t max) {
+    if (value < min || value > max) {
+        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "%s is %lld: it must be from %lld to %lld", name, (long long) value,
+                    (long long) min, (long long) max);
+    }
+}
+
+void require_params(const pykvq_context_params & params) {
+    require_range("n_ctx", params.n_ctx, 0, 1 << 30);
+    require_range("n_batch", params.n_batch, 1, 1 << 20);
+    require_range("n_ubatch", params.n_ubatch, 1, 1 << 20);
+    require_range("n_seq_max", params.n_seq_max, 1, (int64_t) llama_max_parallel_sequences());
+    require_range("n_threads", params.n_threads, 0, 512);
+    require_range("n_threads_batch", params.n_threads_batch, 0, 512);
+    require_range("flash_attn", params.flash_attn, -1, 1);
+    require_range("pooling_type", params.pooling_type, -1, 4);
+    require_range("rope_scaling", params.rope_scaling, -1, LLAMA_ROPE_SCALING_TYPE_MAX_VALUE);
+    require_range("yarn_orig_ctx", params.yarn_orig_ctx, 0, 1 << 30);
+}
+
+// A quantized row must be whole blocks a head, or llama.cpp could not look at one head of it.
+void require_head_dims(const pykvq_model * model, ggml_type type, const char * argument) {
+    const kvq_model_shape shape = kvq_model_get_shape(model->model);
+    const int64_t block         = ggml_blck_size(type);
+    if (shape.head_dim_gcd % block != 0) {
+        pykvq_throw(PYKVQ_STATUS_UNSUPPORTED,
+                    "%s=%s stores blocks of %lld values, but this model's head dim is %d (K) and %d (V), no multiple "
+                    "of it: use f16%s",
+                    argument, ggml_type_name(type), (long long) block, shape.head_dim_k, shape.head_dim_v,
+                    shape.head_dim_gcd % 32 == 0 ? ", q8_0 or q4_0" : "");
+    }
+}
+
+// Refused before anything is allocated: Linux would grant the memory and kill the process when it is filled.
+void require_memory(const pykvq_model * model, const llama_context_params & params) {
+    const kvq_kv_elements elements = kvq_model_kv_elements(model->model, params);
+    const double k_bytes   = (double) elements.k / ggml_blck_size(params.type_k) * ggml_type_size(params.type_k);
+    const double v_bytes   = (double) elements.v / ggml_blck_size(params.type_v) * ggml_type_size(params.type_v);
+    const double available = (double) pykvq_system_available_memory();
+    const bool on_device   = params.offload_kqv && llama_supports_gpu_offload();
+    if (available > 0 && !on_device && k_bytes + v_bytes > available) {
+        const uint32_t n_ctx = params.n_ctx ? params.n_ctx : llama_model_n_ctx_train(model->model);
+        const double fits    = (double) n_ctx * available / (k_bytes + v_bytes);
+        pykvq_throw(
+            PYKVQ_STATUS_MEMORY,
+            "a KV cache of n_ctx %u (K %s, V %s) takes %.0f MiB and %.0f MiB are free: use n_ctx %d or less, or "
+            "a smaller KV type",
+            n_ctx, ggml_type_name(params.type_k), ggml_type_name(params.type_v), (k_bytes + v_bytes) / MIB,
+            available / MIB, std::max(256, (int) (0.9 * fits) / 256 * 256));
+    }
+}
+
+llama_context_params to_llama_params(const pykvq_context_params & params, ggml_type type_k, ggml_type type_v) {
+    llama_context_params result = llama_context_default_params();
+    const int32_t n_threads     = params.n_threads > 0 ? params.n_threads : pykvq_system_physical_cores();
+
+    result.n_ctx             = (uint32_t) params.n_ctx;
+    result.n_batch           = (uint32_t) params.n_batch;
+    result.n_ubatch          = (uint32_t) std::min(params.n_ubatch, params.n_batch);
+    result.n_seq_max         = (uint32_t) params.n_seq_max;
+    result.n_threads         = n_threads;
+    result.n_threads_batch   = params.n_threads_batch > 0 ? params.n_threads_batch : n_threads;
+    result.rope_scaling_type = (llama_rope_scaling_type) params.rope_scaling;
+    result.pooling_type      = (enum llama_pooling_type) params.pooling_type;
+    result.flash_attn_type   = (llama_flash_attn_type) params.flash_attn;
+    result.rope_freq_base    = params.rope_freq_base;
+    result.rope_freq_scale   = params.rope_freq_scale;
+    result.yarn_ext_factor   = params.yarn_ext_factor;
+    result.yarn_attn_factor  = params.yarn_attn_factor;
+    result.yarn_beta_fast    = params.yarn_beta_fast;
+    result.yarn_beta_slow    = params.yarn_beta_slow;
+    result.yarn_orig_ctx     = (uint32_t) params.yarn_orig_ctx;
+    result.type_k            = type_k;
+    result.type_v            = type_v;
+    result.embeddings        = params.embeddings;
+    result.offload_kqv       = params.offload_kqv;
+    result.op_offload        = params.op_offload;
+    result.swa_full          = params.swa_full;
+    result.kv_unified        = params.kv_unified;
+    result.no_perf           = true;
+    return result;
+}
+
+bool on_abort_query(void * user_data) {
+    auto * context = (pykvq_context *) user_data;
+    return context->abort.load(std::memory_order_relaxed) ||
+           (context->abort_fn && context->abort_fn(context->abort_data));
+}
+
+void require_context(const pykvq_context * context) {
+    pykvq_require(context, "context");
+}
+
+void require_batch(const pykvq_context * context, const int32_t * tokens, const int32_t * seq_id, int32_t n_tokens) {
+    require_range("n_tokens", n_tokens, 1, llama_n_batch(context->ctx));
+    const int32_t n_vocab   = llama_vocab_n_tokens(context->model->vocab);
+    const int32_t n_seq_max = (int32_t) llama_n_seq_max(context->ctx);
+    for (int32_t i = 0; i < n_tokens; ++i) {
+        if (tokens[i] < 0 || tokens[i] >= n_vocab) {
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "tokens[%d] is %d: the vocabulary has ids 0 to %d", i, tokens[i],
+                        n_vocab - 1);
+        }
+        if (seq_id[i] < 0 || seq_id[i] >= n_seq_max) {
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "seq_id[%d] is %d: this context has sequences 0 to %d", i,
+                        seq_id[i], n_seq_max - 1);
+        }
+    }
+}
+
+void throw_decode_error(pykvq_context * context, int32_t result, int32_t n_tokens) {
+    switch (result) {
+        case 1:
+            pykvq_throw(PYKVQ_STATUS_NO_SPACE,
+                        "the KV cache has no room for %d more tokens (n_ctx %u): remove tokens or use a larger n_ctx",
+                        n_tokens, llama_n_ctx(context->ctx));
+        case 2:
+            context->abort.store(false);
+            pykvq_throw(PYKVQ_STATUS_ABORTED, "the decode was stopped");
+        case -1:
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "the batch is not valid: %s", pykvq_logged_errors().c_str());
+        case -2:
+            pykvq_throw(PYKVQ_STATUS_MEMORY, "not enough memory for a batch of %d tokens: use a smaller n_ubatch",
+                        n_tokens);
+        default:
+            pykvq_throw(PYKVQ_STATUS_INTERNAL, "llama_decode failed with %d: %s", result,
+                        pykvq_logged_errors().c_str());
+    }
+}
+
+// The batch position behind i (-1 counts from the end), or -1 if no output was asked for there.
+int32_t output_position(const pykvq_context * context, int32_t i) {
+    const auto & outputs = context->last_outputs;
+    if (i < 0) {
+        int32_t skip = -i;
+        for (size_t j = outputs.size(); j-- > 0;) {
+            if (outputs[j] && --skip == 0) {
+                return (int32_t) j;
+            }
+        }
+        return -1;
+    }
+    return (size_t) i < outputs.size() && outputs[i] ? i : -1;
+}
+
+llama_memory_t memory_of(const pykvq_context * context) {
+    require_context(context);
+    return llama_get_memory(context->ctx);
+}
+
+void require_seq(const pykvq_context * context, const char * name, int32_t seq_id, int32_t min = 0) {
+    require_context(context);
+    require_range(name, seq_id, min, (int64_t) llama_n_seq_max(context->ctx) - 1);
+}
+
+}  // namespace
+
+pykvq_context_params pykvq_context_default_params(void) {
+    const llama_context_params defaults = llama_context_default_params();
+    pykvq_context_params params         = {};
+
+    params.n_ctx            = 4096;
+    params.n_batch          = 512;
+    params.n_ubatch         = 512;
+    params.n_seq_max        = 1;
+    params.type_k           = "f16";
+    params.type_v           = "f16";
+    params.flash_attn       = -1;
+    params.pooling_type     = -1;
+    params.rope_scaling     = -1;
+    params.yarn_ext_factor  = defaults.yarn_ext_factor;
+    params.yarn_attn_factor = defaults.yarn_attn_factor;
+    params.yarn_beta_fast   = defaults.yarn_beta_fast;
+    params.yarn_beta_slow   = defaults.yarn_beta_slow;
+    params.offload_kqv      = true;
+    params.op_offload       = true;
+    params.kv_unified       = true;
+    return params;
+}
+
+pykvq_status pykvq_context_create(pykvq_model * model, const pykvq_context_params * params, pykvq_context ** context) {
+    return pykvq_guard([&] {
+        pykvq_require(model, "model");
+        pykvq_require(params, "params");
+        pykvq_require(context, "context");
+        require_params(*params);
+        const ggml_type type_k = pykvq_kv_type(params->type_k, "type_k");
+        const ggml_type type_v = pykvq_kv_type(params->type_v, "type_v");
+        require_head_dims(model, type_k, "type_k");
+        require_head_dims(model, type_v, "type_v");
+        if (ggml_is_quantized(type_v) && params->flash_attn == 0) {
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT,
+                        "type_v=%s needs flash attention: leave flash_attn on or automatic, or use type_v=f16",
+                        params->type_v);
+        }
+        const llama_context_params llama_params = to_llama_params(*params, type_k, type_v);
+        require_memory(model, llama_params);
+
+        auto result    = std::make_unique<pykvq_context>();
+        result->model  = model;
+        result->type_k = params->type_k;
+        result->type_v = params->type_v;
+        result->ctx    = llama_init_from_model(model->model, llama_params);
+        if (!result->ctx) {
+            const std::string reason = pykvq_logged_errors();
+            const bool memory        = reason.find("alloc") != std::string::npos;
+            pykvq_throw(memory ? PYKVQ_STATUS_MEMORY : PYKVQ_STATUS_UNSUPPORTED, "cannot create a context: %s",
+                        reason.c_str());
+        }
+        llama_set_abort_callback(result->ctx, on_abort_query, result.get());
+        *context = result.release();
+    });
+}
+
+void pykvq_context_free(pykvq_context * context) {
+    delete context;
+}
+
+void pykvq_context_get_info(const pykvq_context * context, pykvq_context_info * info) {
+    const llama_context * ctx       = context->ctx;
+    const kvq_context_memory memory = kvq_context_get_memory(ctx);
+    const llama_memory_t kv         = llama_get_memory(ctx);
+
+    *info                 = {};
+    info->n_ctx           = (int32_t) llama_n_ctx(ctx);
+    info->n_ctx_seq       = (int32_t) llama_n_ctx_seq(ctx);
+    info->n_batch         = (int32_t) llama_n_batch(ctx);
+    info->n_ubatch        = (int32_t) llama_n_ubatch(ctx);
+    info->n_seq_max       = (int32_t) llama_n_seq_max(ctx);
+    info->n_threads       = llama_n_threads(context->ctx);
+    info->n_threads_batch = llama_n_threads_batch(context->ctx);
+    info->kv_bytes        = memory.kv_bytes;
+    info->kv_bytes_f16    = memory.kv_bytes_f16;
+    info->kv_elements     = memory.kv_elements;
+    info->compute_bytes   = memory.compute_bytes;
+    info->flash_attn      = memory.flash_attn;
+    info->can_shift       = kv && llama_memory_can_shift(kv);
+}
+
+void pykvq_context_set_threads(pykvq_context * context, int32_t n_threads, int32_t n_threads_batch) {
+    llama_set_n_threads(context->ctx, n_threads, n_threads_batch);
+}
+
+pykvq_status pykvq_decode(pykvq_context * context, const int32_t * tokens, const int32_t * pos, const int32_t * seq_id,
+                          const int8_t * want_logits, int32_t n_tokens) {
+    return pykvq_guard([&] {
+        require_context(context);
+        pykvq_require(tokens, "tokens");
+        pykvq_require(pos, "pos");
+        pykvq_require(seq_id, "seq_id");
+        pykvq_require(want_logits, "want_logits");
+        require_batch(context, tokens, seq_id, n_tokens);
+
+        // llama_batch takes pointers to non-const; it does not write through them
+        context->n_seq_id.assign((size_t) n_tokens, 1);
+        context->seq_id.assign(seq_id, seq_id + n_tokens);
+        context->seq_id_ptr.resize((size_t) n_tokens);
+        for (int32_t i = 0; i < n_tokens; ++i) {
+            context->seq_id_ptr[(size_t) i] = &context->seq_id[(size_t) i];
+        }
+        llama_batch batch = {};
+        batch.n_tokens    = n_tokens;
+        batch.token       = const_cast<int32_t *>(tokens);
+        batch.pos         = const_cast<int32_t *>(pos);
+        batch.n_seq_id    = context->n_seq_id.data();
+        batch.seq_id      = context->seq_id_ptr.data();
+        batch.logits      = const_cast<int8_t *>(want_logits);
+
+        context->last_outputs.clear();  // of no use any more, even if the decode fails
+        const int32_t result = llama_decode(context->ctx, batch);
+        if (result != 0) {
+            throw_decode_error(context, result, n_tokens);
+        }
+        context->last_outputs.assign(want_logits, want_logits + n_tokens);
+    });
+}
+
+const float * pykvq_logits(pykvq_context * context, int32_t i) {
+    const int32_t position = output_position(context, i);
+    return position < 0 ? nullptr : llama_get_logits_ith(context->ctx, position);
+}
+
+const float * pykvq_embeddings(pykvq_context * context, int32_t i) {
+    const int32_t position = output_position(context, i);
+    return position < 0 ? nullptr : llama_get_embeddings_ith(context->ctx, position);
+}
+
+const float * pykvq_embeddings_seq(pykvq_context * context, int32_t seq_id) {
+    return llama_get_embeddings_seq(context->ctx, seq_id);
+}
+
+void pykvq_context_abort(pykvq_context * context) {
+    context->abort.store(true);
+}
+
+void pykvq_context_clear_abort(pykvq_context * context) {
+    context->abort.store(false);
+}
+
+void pykvq_context_set_abort_callback(pykvq_context * context, pykvq_abort_fn fn, void * user_data) {
+    context->abort_fn   = fn;
+    context->abort_data = user_data;
+}
+
+void pykvq_kv_clear(pykvq_context * context) {
+    if (llama_get_memory(context->ctx)) {
+        llama_memory_clear(llama_get_memory(context->ctx), false);
+    }
+}
+
+pykvq_status pykvq_kv_remove(pykvq_context * context, int32_t seq_id, int32_t p0, int32_t p1) {
+    return pykvq_guard([&] {
+        require_seq(context, "seq_id", seq_id, -1);
+        if (!llama_memory_seq_rm(memory_of(context), seq_id, p0, p1)) {
+            pykvq_throw(PYKVQ_STATUS_UNSUPPORTED,
+                        "positions [%d, %d) cannot be removed alone from this model's memory: clear the sequence", p0,
+                        p1);
+        }
+    });
+}
+
+pykvq_status pykvq_kv_copy(pykvq_context * context, int32_t seq_src, int32_t seq_dst, int32_t p0, int32_t p1) {
+    return pykvq_guard([&] {
+        require_seq(context, "seq_src", seq_src);
+        require_seq(context, "seq_dst", seq_dst);
+        llama_memory_seq_cp(memory_of(context), seq_src, seq_dst, p0, p1);
+    });
+}
+
+pykvq_status pykvq_kv_keep(pykvq_context * context, int32_t seq_id) {
+    return pykvq_guard([&] {
+        require_seq(context, "seq_id", seq_id);
+        llama_memory_seq_keep(memory_of(context), seq_id);
+    });
+}
+
+pykvq_status pykvq_kv_shift(pykvq_context * context, int32_t seq_id, int32_t p0, int32_t p1, int32_t delta) {
+    return pykvq_guard([&] {
+        require_seq(context, "seq_id", seq_id);
+        if (!llama_memory_can_shift(memory_of(context))) {
+            pykvq_throw(PYKVQ_STATUS_UNSUPPORTED, "this model's positions cannot be shifted");
+        }
+        llama_memory_seq_add(memory_of(context), seq_id, p0, p1, delta);
+    });
+}
+
+static bool has_seq(const pykvq_context * context, int32_t seq_id) {
+    return llama_get_memory(context->ctx) && seq_id >= 0 && seq_id < (int32_t) llama_n_seq_max(context->ctx);
+}
+
+int32_t pykvq_kv_pos_min(const pykvq_context * context, int32_t seq_id) {
+    return has_seq(context, seq_id) ? llama_memory_seq_pos_min(llama_get_memory(context->ctx), seq_id) : -1;
+}
+
+int32_t pykvq_kv_pos_max(const pykvq_context * context, int32_t seq_id) {
+    return has_seq(context, seq_id) ? llama_memory_seq_pos_max(llama_get_memory(context->ctx), seq_id) : -1;
+}

@@ -1,0 +1,72 @@
+// pykvq-internal.h: what the files of the C API share.
+
+#pragma once
+
+#include "llama.h"
+#include "pykvq.h"
+
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// A failure with the status and the line that the caller is to see.
+struct pykvq_error : std::runtime_error {
+    pykvq_error(pykvq_status status, const std::string & message) : std::runtime_error(message), status(status) {}
+
+    pykvq_status status;
+};
+
+#ifdef __GNUC__
+#    define PYKVQ_FORMAT(a, b) __attribute__((format(printf, a, b)))
+#else
+#    define PYKVQ_FORMAT(a, b)
+#endif
+
+[[noreturn]] void pykvq_throw(pykvq_status status, const char * format, ...) PYKVQ_FORMAT(2, 3);
+std::string pykvq_format(const char * format, ...) PYKVQ_FORMAT(1, 2);
+
+// Throws PYKVQ_STATUS_INVALID_ARGUMENT naming the argument when a pointer is NULL.
+void pykvq_require(const void * pointer, const char * name);
+
+// Starts llama.cpp once and takes its log and its abort hook over. Throws when no CPU backend could be loaded.
+void pykvq_library_init();
+
+// Error lines that llama.cpp logged on this thread since the guarded call began, joined and without function names.
+std::string pykvq_logged_errors();
+
+// The ggml type of a KV type name, or an error that lists the valid ones.
+ggml_type pykvq_kv_type(const char * name, const char * argument);
+
+struct pykvq_model {
+    llama_model * model       = nullptr;
+    const llama_vocab * vocab = nullptr;
+    std::string path;
+
+    ~pykvq_model() { llama_model_free(model); }
+};
+
+struct pykvq_context {
+    pykvq_model * model = nullptr;
+    llama_context * ctx = nullptr;
+    std::string type_k;
+    std::string type_v;
+    int32_t n_outputs = 0;             // of the last batch
+    std::vector<int8_t> last_outputs;  // want_logits of the last batch
+    std::vector<int32_t> n_seq_id;     // the shapes that llama_batch asks for
+    std::vector<int32_t> seq_id;
+    std::vector<int32_t *> seq_id_ptr;
+    std::atomic<bool> abort{ false };
+    pykvq_abort_fn abort_fn = nullptr;
+    void * abort_data       = nullptr;
+
+    ~pykvq_context() { llama_free(ctx); }
+};
+
+struct pykvq_sampler {
+    llama_sampler * chain = nullptr;
+    std::vector<llama_token_data> candidates;
+
+    ~pykvq_sampler() { llama_sampler_free(chain); }
+};

@@ -1,0 +1,293 @@
+// pykvq.h: the plain-C interface of pykvq's native runtime.
+//
+// Conventions
+// - Every function that can fail returns a pykvq_status. On failure pykvq_last_error() holds, for the calling
+//   thread, one line with what went wrong, what was found and what to do. Output parameters are left untouched.
+// - Nothing a caller passes ends the process: bad paths, bad files, bad sizes and too little memory are statuses.
+// - Handles are opaque. A model may be shared by many contexts and must outlive them; freeing NULL does nothing.
+// - A model is safe to read from many threads. A context belongs to one thread at a time, except
+//   pykvq_context_abort(), which may be called from any thread.
+// - Token, position and sequence ids are int32_t. Strings are UTF-8.
+//
+// native/api/build_ffi.py reads what stands between the two cdef marks; keep it free of preprocessor lines.
+
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef _WIN32
+#    ifdef PYKVQ_BUILD
+#        define PYKVQ_API __declspec(dllexport)
+#    else
+#        define PYKVQ_API __declspec(dllimport)
+#    endif
+#else
+#    define PYKVQ_API __attribute__((visibility("default")))
+#endif
+
+// raised whenever a struct or a signature below changes
+#define PYKVQ_ABI_VERSION 1
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// cdef-begin
+
+typedef struct pykvq_model pykvq_model;
+typedef struct pykvq_context pykvq_context;
+typedef struct pykvq_sampler pykvq_sampler;
+
+typedef enum pykvq_status {
+    PYKVQ_STATUS_OK               = 0,
+    PYKVQ_STATUS_INVALID_ARGUMENT = 1,  // a value the caller can correct
+    PYKVQ_STATUS_IO               = 2,  // a file is missing, unreadable or not writable
+    PYKVQ_STATUS_FORMAT           = 3,  // a file or a state is damaged, cut short or of another kind
+    PYKVQ_STATUS_MEMORY           = 4,  // an allocation failed
+    PYKVQ_STATUS_UNSUPPORTED      = 5,  // the model cannot be run this way (head dim, architecture)
+    PYKVQ_STATUS_NO_SPACE         = 6,  // the KV cache has no room for the batch; nothing was changed
+    PYKVQ_STATUS_ABORTED          = 7,  // stopped by pykvq_context_abort() or by a callback
+    PYKVQ_STATUS_INTERNAL         = 8   // a failed check inside the runtime: please report it
+} pykvq_status;
+
+typedef enum pykvq_log_level {
+    PYKVQ_LOG_DEBUG = 1,
+    PYKVQ_LOG_INFO  = 2,
+    PYKVQ_LOG_WARN  = 3,
+    PYKVQ_LOG_ERROR = 4
+} pykvq_log_level;
+
+// level is a pykvq_log_level; text is one line without a newline
+typedef void (*pykvq_log_fn)(int32_t level, const char * text, void * user_data);
+// progress runs from 0 to 1; returning false stops the load
+typedef bool (*pykvq_progress_fn)(float progress, void * user_data);
+// returning true stops the decode; called often, from a compute thread
+typedef bool (*pykvq_abort_fn)(void * user_data);
+
+// --- library ---
+
+// PYKVQ_ABI_VERSION of the library
+PYKVQ_API int32_t pykvq_abi_version(void);
+// JSON object: {"llama_cpp": package version, "ggml": version, "compiler": ..., "build": ..., "cpu_features": {...}}
+PYKVQ_API const char * pykvq_build_info(void);
+// The calling thread's last error, "" if none. Valid until the thread's next failing call.
+PYKVQ_API const char * pykvq_last_error(void);
+// Number of KV types, and their names ("f32", "f16", "bf16", "q8_0", ..., "q4_ve", "q2_t"); NULL out of range.
+PYKVQ_API int32_t pykvq_kv_type_count(void);
+PYKVQ_API const char * pykvq_kv_type_name(int32_t index);
+// Elements a block and bytes a block of a KV type; both 0 for an unknown name.
+PYKVQ_API int32_t pykvq_kv_type_block_size(const char * name);
+PYKVQ_API int32_t pykvq_kv_type_block_bytes(const char * name);
+// Quantize n floats to a KV type with its reference encoder, and back. n must be a multiple of the block size;
+// data holds n / block_size * block_bytes bytes.
+PYKVQ_API pykvq_status pykvq_kv_type_encode(const char * name, const float * x, int64_t n, void * data);
+PYKVQ_API pykvq_status pykvq_kv_type_decode(const char * name, const void * data, int64_t n, float * y);
+// Lines below min_level are dropped. fn == NULL restores the default (nothing is printed). Process-wide.
+PYKVQ_API void pykvq_log_set(pykvq_log_fn fn, void * user_data, int32_t min_level);
+
+// --- model ---
+
+typedef struct pykvq_model_params {
+    int32_t n_gpu_layers;  // layers kept on the GPU, -1 = all
+    int32_t main_gpu;      // the device for everything when split over none
+    bool use_mmap;         // map the file instead of reading it
+    bool use_mlock;        // keep the weights from being swapped
+    bool vocab_only;       // tokenizer and metadata only, no weights
+    bool check_tensors;    // refuse weights that hold non-finite values
+    pykvq_progress_fn progress;
+    void * progress_data;
+} pykvq_model_params;
+
+typedef struct pykvq_model_info {
+    int32_t n_ctx_train;
+    int32_t n_embd;
+    int32_t n_layer;
+    int32_t n_head;     // query heads of layer 0
+    int32_t n_head_kv;  // KV heads of layer 0
+    int32_t head_dim_k;
+    int32_t head_dim_v;
+    int32_t n_swa;  // sliding window in tokens, 0 = none
+    int32_t n_vocab;
+    int64_t n_params;
+    int64_t n_bytes;    // size of all tensors
+    int32_t token_bos;  // -1 where the model has none, as for every token_* below
+    int32_t token_eos;
+    int32_t token_eot;
+    int32_t token_nl;
+    int32_t token_pad;
+    int32_t token_fim_prefix;
+    int32_t token_fim_suffix;
+    int32_t token_fim_middle;
+    bool add_bos;
+    bool add_eos;
+    bool has_encoder;
+    bool has_decoder;
+    bool is_recurrent;
+    bool is_hybrid;
+} pykvq_model_info;
+
+PYKVQ_API pykvq_model_params pykvq_model_default_params(void);
+PYKVQ_API pykvq_status pykvq_model_load(const char * path, const pykvq_model_params * params, pykvq_model ** model);
+PYKVQ_API void pykvq_model_free(pykvq_model * model);
+PYKVQ_API void pykvq_model_get_info(const pykvq_model * model, pykvq_model_info * info);
+// The next four copy a string of at most size - 1 bytes plus a NUL and return its full length, or -1 if there is none.
+PYKVQ_API int32_t pykvq_model_desc(const pykvq_model * model, char * buf, size_t size);
+PYKVQ_API int32_t pykvq_model_meta_value(const pykvq_model * model, const char * key, char * buf, size_t size);
+PYKVQ_API int32_t pykvq_model_meta_key_at(const pykvq_model * model, int32_t i, char * buf, size_t size);
+PYKVQ_API int32_t pykvq_model_meta_value_at(const pykvq_model * model, int32_t i, char * buf, size_t size);
+PYKVQ_API int32_t pykvq_model_meta_count(const pykvq_model * model);
+// The chat template (name == NULL: the default one); NULL if there is none. Owned by the model.
+PYKVQ_API const char * pykvq_model_chat_template(const pykvq_model * model, const char * name);
+
+// --- text ---
+
+// Writes at most capacity tokens and sets *n_tokens to how many there are in all: call again with more room if it is
+// above capacity (nothing is written then). parse_special turns "<|im_end|>" and the like into their tokens.
+PYKVQ_API pykvq_status pykvq_tokenize(const pykvq_model * model, const char * text, int32_t n_bytes, bool add_special,
+                                      bool parse_special, int32_t * tokens, int32_t capacity, int32_t * n_tokens);
+// The bytes of one token, which may be a part of a code point. *n_bytes as *n_tokens above. Special tokens yield no
+// bytes unless special is true.
+PYKVQ_API pykvq_status pykvq_token_bytes(const pykvq_model * model, int32_t token, bool special, char * buf,
+                                         int32_t capacity, int32_t * n_bytes);
+// Joins tokens to text; differs from concatenated token bytes in leading spaces and byte-fallback clean-up.
+PYKVQ_API pykvq_status pykvq_detokenize(const pykvq_model * model, const int32_t * tokens, int32_t n_tokens,
+                                        bool remove_special, bool unparse_special, char * buf, int32_t capacity,
+                                        int32_t * n_bytes);
+// Whether a token ends generation (EOS, EOT, ...), and whether it is a control token. False out of range.
+PYKVQ_API bool pykvq_token_is_eog(const pykvq_model * model, int32_t token);
+PYKVQ_API bool pykvq_token_is_control(const pykvq_model * model, int32_t token);
+
+// --- context ---
+
+typedef struct pykvq_context_params {
+    int32_t n_ctx;      // tokens in all sequences together, 0 = the model's training context
+    int32_t n_batch;    // most tokens a decode call takes
+    int32_t n_ubatch;   // micro-batch: tokens computed at once
+    int32_t n_seq_max;  // sequences
+    int32_t n_threads;  // 0 = the physical cores this process may use
+    int32_t n_threads_batch;
+    const char * type_k;  // KV types by name
+    const char * type_v;
+    int32_t flash_attn;     // 1 on, 0 off, -1 automatic
+    int32_t pooling_type;   // -1 from the model, 0 none, 1 mean, 2 cls, 3 last, 4 rank
+    float rope_freq_base;   // 0 = from the model
+    float rope_freq_scale;  // 0 = from the model
+    int32_t rope_scaling;   // -1 from the model, 0 none, 1 linear, 2 yarn, 3 longrope
+    float yarn_ext_factor;  // -1 = from the model
+    float yarn_attn_factor;
+    float yarn_beta_fast;
+    float yarn_beta_slow;
+    int32_t yarn_orig_ctx;  // 0 = from the model
+    bool embeddings;        // compute embeddings instead of logits
+    bool offload_kqv;       // KV cache and attention on the GPU
+    bool op_offload;
+    bool swa_full;    // full-size cache for sliding-window layers
+    bool kv_unified;  // one cache shared by all sequences
+} pykvq_context_params;
+
+typedef struct pykvq_context_info {
+    int32_t n_ctx;
+    int32_t n_ctx_seq;  // tokens one sequence may hold
+    int32_t n_batch;
+    int32_t n_ubatch;
+    int32_t n_seq_max;
+    int32_t n_threads;
+    int32_t n_threads_batch;
+    int64_t kv_bytes;       // bytes really allocated for the KV cache (and recurrent state)
+    int64_t kv_bytes_f16;   // what the same cache would take in F16
+    int64_t kv_elements;    // elements of K and V together
+    int64_t compute_bytes;  // scratch for the graphs
+    bool flash_attn;
+    bool can_shift;  // positions can be moved (context shift)
+} pykvq_context_info;
+
+PYKVQ_API pykvq_context_params pykvq_context_default_params(void);
+PYKVQ_API pykvq_status pykvq_context_create(pykvq_model * model, const pykvq_context_params * params,
+                                            pykvq_context ** context);
+PYKVQ_API void pykvq_context_free(pykvq_context * context);
+PYKVQ_API void pykvq_context_get_info(const pykvq_context * context, pykvq_context_info * info);
+PYKVQ_API void pykvq_context_set_threads(pykvq_context * context, int32_t n_threads, int32_t n_threads_batch);
+
+// Computes n_tokens tokens. tokens, pos, seq_id and want_logits are arrays of n_tokens. A position must follow the last
+// one of its sequence. On PYKVQ_STATUS_NO_SPACE the cache is as before; on PYKVQ_STATUS_ABORTED the micro-batches that
+// were done remain (see pykvq_kv_pos_max).
+PYKVQ_API pykvq_status pykvq_decode(pykvq_context * context, const int32_t * tokens, const int32_t * pos,
+                                    const int32_t * seq_id, const int8_t * want_logits, int32_t n_tokens);
+// n_vocab logits, or n_embd embedding values, of the i-th token of the last batch (-1 = the last one asked for); NULL if
+// they were not asked for. Valid until the next decode.
+PYKVQ_API const float * pykvq_logits(pykvq_context * context, int32_t i);
+PYKVQ_API const float * pykvq_embeddings(pykvq_context * context, int32_t i);
+// The pooled embedding of a sequence; NULL with pooling_type none.
+PYKVQ_API const float * pykvq_embeddings_seq(pykvq_context * context, int32_t seq_id);
+// Stops the running decode, or the next one, with PYKVQ_STATUS_ABORTED. Any thread may call it.
+PYKVQ_API void pykvq_context_abort(pykvq_context * context);
+// Takes an abort request back that no decode has seen.
+PYKVQ_API void pykvq_context_clear_abort(pykvq_context * context);
+// fn is asked during a decode, beside pykvq_context_abort(); NULL removes it.
+PYKVQ_API void pykvq_context_set_abort_callback(pykvq_context * context, pykvq_abort_fn fn, void * user_data);
+
+// --- KV cache ---
+// Ranges are [p0, p1); p0 < 0 means from the start, p1 < 0 to the end. seq_id -1 in kv_remove means every sequence.
+
+PYKVQ_API void pykvq_kv_clear(pykvq_context * context);
+// PYKVQ_STATUS_UNSUPPORTED where a part cannot be removed (recurrent state)
+PYKVQ_API pykvq_status pykvq_kv_remove(pykvq_context * context, int32_t seq_id, int32_t p0, int32_t p1);
+PYKVQ_API pykvq_status pykvq_kv_copy(pykvq_context * context, int32_t seq_src, int32_t seq_dst, int32_t p0, int32_t p1);
+PYKVQ_API pykvq_status pykvq_kv_keep(pykvq_context * context, int32_t seq_id);
+// Adds delta to the positions; PYKVQ_STATUS_UNSUPPORTED where can_shift is false.
+PYKVQ_API pykvq_status pykvq_kv_shift(pykvq_context * context, int32_t seq_id, int32_t p0, int32_t p1, int32_t delta);
+// Smallest and largest position a sequence holds, -1 if it is empty or the id is out of range.
+PYKVQ_API int32_t pykvq_kv_pos_min(const pykvq_context * context, int32_t seq_id);
+PYKVQ_API int32_t pykvq_kv_pos_max(const pykvq_context * context, int32_t seq_id);
+
+// --- state ---
+// seq_id -1 saves everything, else one sequence. A saved state starts with a header that names the format, the model,
+// the KV types and the size, and a checksum; pykvq_state_load checks all of it before it touches the cache.
+
+PYKVQ_API pykvq_status pykvq_state_size(pykvq_context * context, int32_t seq_id, size_t * n_bytes);
+PYKVQ_API pykvq_status pykvq_state_save(pykvq_context * context, int32_t seq_id, uint8_t * data, size_t n_bytes,
+                                        size_t * n_written);
+PYKVQ_API pykvq_status pykvq_state_load(pykvq_context * context, int32_t seq_id, const uint8_t * data, size_t n_bytes);
+
+// --- sampling ---
+
+typedef struct pykvq_sampler_params {
+    uint32_t seed;
+    float temperature;        // 0 = greedy
+    int32_t top_k;            // <= 0 = off
+    float top_p;              // 1 = off
+    float min_p;              // 0 = off
+    float typical_p;          // 1 = off
+    float repeat_penalty;     // 1 = off
+    float frequency_penalty;  // 0 = off
+    float presence_penalty;   // 0 = off
+    int32_t penalty_last_n;   // tokens looked back, -1 = the whole context
+    int32_t mirostat_mode;    // 0 off, 1 or 2
+    float mirostat_tau;
+    float mirostat_eta;
+    int32_t n_logit_bias;
+    const int32_t * logit_bias_tokens;
+    const float * logit_bias_values;
+} pykvq_sampler_params;
+
+PYKVQ_API pykvq_sampler_params pykvq_sampler_default_params(void);
+PYKVQ_API pykvq_status pykvq_sampler_create(const pykvq_model * model, const pykvq_sampler_params * params,
+                                            pykvq_sampler ** sampler);
+PYKVQ_API void pykvq_sampler_free(pykvq_sampler * sampler);
+PYKVQ_API void pykvq_sampler_reset(pykvq_sampler * sampler);
+// Draws from the logits of the i-th token of the last batch and accepts the token (penalties look back at it).
+PYKVQ_API pykvq_status pykvq_sampler_sample(pykvq_sampler * sampler, pykvq_context * context, int32_t i,
+                                            int32_t * token);
+// The same from n_vocab logits of the caller (a mask applied, say), which are left unchanged.
+PYKVQ_API pykvq_status pykvq_sampler_sample_logits(pykvq_sampler * sampler, const float * logits, int32_t n_vocab,
+                                                   int32_t * token);
+// Tells the sampler of a token that it did not draw (the prompt).
+PYKVQ_API void pykvq_sampler_accept(pykvq_sampler * sampler, int32_t token);
+
+// cdef-end
+
+#ifdef __cplusplus
+}
+#endif

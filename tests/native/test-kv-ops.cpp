@@ -1,0 +1,261 @@
+// The KV types inside ggml's CPU backend: set_rows, get_rows, cpy, the dot product and flash attention.
+
+#include "check.h"
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+#include "ggml.h"
+
+#include <functional>
+#include <memory>
+
+// A graph of one op over tensors that were filled by hand, computed on the CPU backend.
+struct graph {
+    explicit graph(int n_threads = 2) {
+        ggml_init_params params = { 64 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true };
+        ctx                     = ggml_init(params);
+        backend                 = ggml_backend_cpu_init();
+        ggml_backend_cpu_set_n_threads(backend, n_threads);
+    }
+
+    ~graph() {
+        ggml_backend_buffer_free(buffer);
+        ggml_backend_free(backend);
+        ggml_free(ctx);
+    }
+
+    ggml_tensor * tensor(ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2 = 1) {
+        return ggml_new_tensor_3d(ctx, type, ne0, ne1, ne2);
+    }
+
+    void allocate() { buffer = ggml_backend_alloc_ctx_tensors(ctx, backend); }
+
+    void compute(ggml_tensor * result) {
+        ggml_cgraph * cgraph = ggml_new_graph(ctx);
+        ggml_build_forward_expand(cgraph, result);
+        CHECK(ggml_backend_graph_compute(backend, cgraph) == GGML_STATUS_SUCCESS, "%s", ggml_op_name(result->op));
+    }
+
+    ggml_context * ctx           = nullptr;
+    ggml_backend_t backend       = nullptr;
+    ggml_backend_buffer_t buffer = nullptr;
+};
+
+template <typename T> static void set(ggml_tensor * tensor, const std::vector<T> & values) {
+    ggml_backend_tensor_set(tensor, values.data(), 0, values.size() * sizeof(T));
+}
+
+template <typename T> static std::vector<T> get(const ggml_tensor * tensor) {
+    std::vector<T> values(ggml_nbytes(tensor) / sizeof(T));
+    ggml_backend_tensor_get(tensor, values.data(), 0, ggml_nbytes(tensor));
+    return values;
+}
+
+static std::vector<uint8_t> encode(ggml_type type, const std::vector<float> & x) {
+    if (type == GGML_TYPE_F32) {
+        const auto * bytes = (const uint8_t *) x.data();
+        return std::vector<uint8_t>(bytes, bytes + x.size() * sizeof(float));
+    }
+    std::vector<uint8_t> data(ggml_row_size(type, (int64_t) x.size()));
+    ggml_get_type_traits(type)->from_float_ref(x.data(), data.data(), (int64_t) x.size());
+    return data;
+}
+
+static std::vector<float> decode(ggml_type type, const std::vector<uint8_t> & data, size_t n) {
+    std::vector<float> y(n);
+    ggml_get_type_traits(type)->to_float(data.data(), y.data(), (int64_t) n);
+    return y;
+}
+
+static const ggml_type KV_TYPES[] = { GGML_TYPE_Q4_VE, GGML_TYPE_Q2_T };
+
+static void test_cpy(ggml_type type, int n_threads) {
+    const int64_t n    = 192;
+    const int64_t rows = 5;
+    graph g(n_threads);
+    ggml_tensor * x    = g.tensor(GGML_TYPE_F32, n, rows);
+    ggml_tensor * q    = g.tensor(type, n, rows);
+    ggml_tensor * back = g.tensor(GGML_TYPE_F32, n, rows);
+    ggml_tensor * cpy  = ggml_cpy(g.ctx, x, q);
+    ggml_tensor * out  = ggml_cpy(g.ctx, cpy, back);
+    g.allocate();
+    const std::vector<float> values = random_normal(n * rows);
+    set(x, values);
+    g.compute(out);
+    CHECK(get<uint8_t>(q) == encode(type, values), "%s: cpy from f32", ggml_type_name(type));
+    CHECK(get<float>(back) == decode(type, encode(type, values), values.size()), "%s: cpy to f32",
+          ggml_type_name(type));
+}
+
+// Rows named in any order are written, all others keep their bytes.
+static void test_set_rows(ggml_type type, int n_threads) {
+    const int64_t n                    = 128;
+    const std::vector<int64_t> indices = { 6, 0, 3 };
+    graph g(n_threads);
+    ggml_tensor * cache = g.tensor(type, n, 8);
+    ggml_tensor * x     = g.tensor(GGML_TYPE_F32, n, 3);
+    ggml_tensor * idx   = g.tensor(GGML_TYPE_I64, 3, 1);
+    ggml_tensor * out   = ggml_set_rows(g.ctx, cache, x, idx);
+    g.allocate();
+    const std::vector<uint8_t> before(ggml_nbytes(cache), 0x5a);
+    const std::vector<float> values = random_normal(n * 3);
+    set(cache, before);
+    set(x, values);
+    set(idx, indices);
+    g.compute(out);
+
+    std::vector<uint8_t> expected   = before;
+    const std::vector<uint8_t> rows = encode(type, values);
+    const size_t row                = ggml_row_size(type, n);
+    for (size_t i = 0; i < indices.size(); i++) {
+        std::copy_n(rows.begin() + i * row, row, expected.begin() + indices[i] * row);
+    }
+    CHECK(get<uint8_t>(cache) == expected, "%s: set_rows", ggml_type_name(type));
+}
+
+static void test_get_rows(ggml_type type, int n_threads) {
+    const int64_t n                    = 320;
+    const std::vector<int32_t> indices = { 4, 4, 1, 0 };
+    graph g(n_threads);
+    ggml_tensor * cache = g.tensor(type, n, 6);
+    ggml_tensor * idx   = g.tensor(GGML_TYPE_I32, 4, 1);
+    ggml_tensor * out   = ggml_get_rows(g.ctx, cache, idx);
+    g.allocate();
+    const std::vector<uint8_t> data = encode(type, random_normal(n * 6));
+    set(cache, data);
+    set(idx, indices);
+    g.compute(out);
+
+    const std::vector<float> all = decode(type, data, n * 6);
+    std::vector<float> expected;
+    for (const int32_t i : indices) {
+        expected.insert(expected.end(), all.begin() + i * n, all.begin() + (i + 1) * n);
+    }
+    CHECK(get<float>(out) == expected, "%s: get_rows", ggml_type_name(type));
+}
+
+// mul_mat is the dot product; the other side is quantized to q8_0 on the way, which bounds how close it can be.
+static void test_dot(ggml_type type, int64_t n, int n_threads) {
+    graph g(n_threads);
+    ggml_tensor * a   = g.tensor(type, n, 7);
+    ggml_tensor * b   = g.tensor(GGML_TYPE_F32, n, 3);
+    ggml_tensor * out = ggml_mul_mat(g.ctx, a, b);
+    g.allocate();
+    const std::vector<uint8_t> data = encode(type, random_normal(n * 7));
+    const std::vector<float> y      = random_normal(n * 3);
+    set(a, data);
+    set(b, y);
+    g.compute(out);
+
+    const std::vector<float> x  = decode(type, data, n * 7);
+    const std::vector<float> y8 = decode(GGML_TYPE_Q8_0, encode(GGML_TYPE_Q8_0, y), y.size());
+    std::vector<float> expected;
+    for (int64_t j = 0; j < 3; j++) {
+        for (int64_t i = 0; i < 7; i++) {
+            double sum = 0.0;
+            for (int64_t k = 0; k < n; k++) {
+                sum += (double) x[i * n + k] * y8[j * n + k];
+            }
+            expected.push_back((float) sum);
+        }
+    }
+    const double error = nmse(get<float>(out), expected);
+    CHECK(error < 1e-10, "%s, %d values: %g", ggml_type_name(type), (int) n, error);
+}
+
+struct attention_shape {
+    int64_t head_dim;
+    int64_t n_head;
+    int64_t n_head_kv;
+    int64_t n_kv;
+    int64_t n_tokens;
+};
+
+static std::vector<float> exact_attention(const attention_shape & s, const std::vector<float> & q,
+                                          const std::vector<float> & k, const std::vector<float> & v,
+                                          const std::function<bool(int64_t, int64_t)> & visible) {
+    std::vector<float> out(s.n_tokens * s.n_head * s.head_dim);
+    for (int64_t h = 0; h < s.n_head; h++) {
+        const int64_t hk = h / (s.n_head / s.n_head_kv);
+        for (int64_t t = 0; t < s.n_tokens; t++) {
+            std::vector<double> weights(s.n_kv, 0.0);
+            double sum = 0.0;
+            for (int64_t i = 0; i < s.n_kv; i++) {
+                double dot = 0.0;
+                for (int64_t d = 0; d < s.head_dim; d++) {
+                    dot += (double) q[(h * s.n_tokens + t) * s.head_dim + d] * k[(hk * s.n_kv + i) * s.head_dim + d];
+                }
+                weights[i] = visible(t, i) ? std::exp(dot / std::sqrt((double) s.head_dim)) : 0.0;
+                sum += weights[i];
+            }
+            for (int64_t d = 0; d < s.head_dim; d++) {
+                double value = 0.0;
+                for (int64_t i = 0; i < s.n_kv; i++) {
+                    value += weights[i] / sum * v[(hk * s.n_kv + i) * s.head_dim + d];
+                }
+                out[(t * s.n_head + h) * s.head_dim + d] = (float) value;
+            }
+        }
+    }
+    return out;
+}
+
+static void test_flash_attention(ggml_type type_k, ggml_type type_v, const attention_shape & s, int n_threads) {
+    graph g(n_threads);
+    ggml_tensor * q    = g.tensor(GGML_TYPE_F32, s.head_dim, s.n_tokens, s.n_head);
+    ggml_tensor * k    = g.tensor(type_k, s.head_dim, s.n_kv, s.n_head_kv);
+    ggml_tensor * v    = g.tensor(type_v, s.head_dim, s.n_kv, s.n_head_kv);
+    ggml_tensor * mask = g.tensor(GGML_TYPE_F16, s.n_kv, s.n_tokens);
+    ggml_tensor * out  = ggml_flash_attn_ext(g.ctx, q, k, v, mask, 1.0f / std::sqrt((float) s.head_dim), 0.0f, 0.0f);
+    g.allocate();
+
+    const auto visible = [&](int64_t t, int64_t i) { return i <= s.n_kv - s.n_tokens + t; };  // causal
+    std::vector<ggml_fp16_t> mask_values;
+    for (int64_t t = 0; t < s.n_tokens; t++) {
+        for (int64_t i = 0; i < s.n_kv; i++) {
+            mask_values.push_back(ggml_fp32_to_fp16(visible(t, i) ? 0.0f : -INFINITY));
+        }
+    }
+    const std::vector<float> q_values = random_normal(s.head_dim * s.n_tokens * s.n_head);
+    const size_t n_cache              = s.head_dim * s.n_kv * s.n_head_kv;
+    const std::vector<uint8_t> k_data = encode(type_k, random_normal(n_cache));
+    const std::vector<uint8_t> v_data = encode(type_v, random_normal(n_cache));
+    set(q, q_values);
+    set(k, k_data);
+    set(v, v_data);
+    set(mask, mask_values);
+    g.compute(out);
+
+    const std::vector<float> expected =
+        exact_attention(s, q_values, decode(type_k, k_data, n_cache), decode(type_v, v_data, n_cache), visible);
+    const double error = nmse(get<float>(out), expected);
+    // q is rounded to q8_0 against a quantized K, which costs about 1e-4 here
+    CHECK(error < 5e-4, "K %s V %s, head dim %d, %d cells: %g", ggml_type_name(type_k), ggml_type_name(type_v),
+          (int) s.head_dim, (int) s.n_kv, error);
+}
+
+int main() {
+    for (const ggml_type type : KV_TYPES) {
+        for (const int n_threads : { 1, 2, 5 }) {
+            test_cpy(type, n_threads);
+            test_set_rows(type, n_threads);
+            test_get_rows(type, n_threads);
+            for (const int64_t n : { 64, 128, 192, 576 }) {
+                test_dot(type, n, n_threads);
+            }
+        }
+    }
+    const attention_shape shapes[] = {
+        { 64, 9, 3, 133, 1 }, { 64, 9, 3, 133, 7 }, { 128, 12, 2, 65, 1 }, { 256, 4, 1, 40, 3 }, { 64, 1, 1, 1, 1 },
+    };
+    const ggml_type pairs[][2] = {
+        { GGML_TYPE_Q4_VE, GGML_TYPE_Q4_VE }, { GGML_TYPE_Q2_T, GGML_TYPE_Q2_T }, { GGML_TYPE_Q8_0, GGML_TYPE_Q4_VE },
+        { GGML_TYPE_Q4_VE, GGML_TYPE_F16 },   { GGML_TYPE_F16, GGML_TYPE_Q2_T },
+    };
+    for (const auto & shape : shapes) {
+        for (const auto & pair : pairs) {
+            test_flash_attention(pair[0], pair[1], shape, 2);
+        }
+    }
+    return check_result("test-kv-ops");
+}
