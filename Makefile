@@ -22,7 +22,7 @@ test-all: $(INSTALLED) test-native
 # The KV types' own tests, under AddressSanitizer and UndefinedBehaviorSanitizer.
 test-native: $(INSTALLED)
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DPYKVQ_SANITIZE=ON -DPYKVQ_BUILD_TESTS=ON -DPYKVQ_PYTHON=OFF \
-	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=WARNING
+	    -DCMAKE_BUILD_TYPE=None -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=WARNING
 	$(BIN)/cmake --build build/sanitize --target native-tests
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 

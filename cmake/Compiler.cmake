@@ -13,9 +13,11 @@ if(NOT MSVC)
     add_compile_options($<$<COMPILE_LANGUAGE:C>:-fexceptions>)
 endif()
 
+# AddressSanitizer everywhere, UndefinedBehaviorSanitizer in our own sources
 if(PYKVQ_SANITIZE)
-    add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g)
+    add_compile_options(-fsanitize=address -fno-omit-frame-pointer -g1 -O1)
     add_link_options(-fsanitize=address,undefined)
+    set(PYKVQ_OWN_OPTIONS -fsanitize=undefined -fno-sanitize-recover=undefined)
 endif()
 
 if(APPLE)
@@ -25,14 +27,14 @@ else()
 endif()
 
 if(MSVC)
-    set(PYKVQ_WARNINGS /W4)
+    list(APPEND PYKVQ_OWN_OPTIONS /W4)
 else()
-    set(PYKVQ_WARNINGS -Wall -Wextra)
+    list(APPEND PYKVQ_OWN_OPTIONS -Wall -Wextra)
 endif()
 
-# Adds sources of ours to a target of llama.cpp. Only ours are compiled with warnings: we cannot act on the others.
+# Adds sources of ours to a target of llama.cpp. Only ours are compiled with warnings: we cannot act on others.
 function(pykvq_attach_sources target)
     target_sources(${target} PRIVATE ${ARGN})
-    set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES COMPILE_OPTIONS "${PYKVQ_WARNINGS}"
+    set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES COMPILE_OPTIONS "${PYKVQ_OWN_OPTIONS}"
                                                                               SKIP_UNITY_BUILD_INCLUSION ON)
 endfunction()
