@@ -196,6 +196,10 @@ pykvq_status pykvq_context_create(pykvq_model * model, const pykvq_context_param
         pykvq_require(params, "params");
         pykvq_require(context, "context");
         require_params(*params);
+        if (model->vocab_only) {
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT,
+                        "the model was loaded with vocab_only: it has no weights to run");
+        }
         const ggml_type type_k = pykvq_kv_type(params->type_k, "type_k");
         const ggml_type type_v = pykvq_kv_type(params->type_v, "type_v");
         require_head_dims(model, type_k, "type_k");

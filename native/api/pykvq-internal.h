@@ -43,6 +43,7 @@ struct pykvq_model {
     llama_model * model       = nullptr;
     const llama_vocab * vocab = nullptr;
     std::string path;
+    bool vocab_only = false;
 
     ~pykvq_model() { llama_model_free(model); }
 };

@@ -121,8 +121,9 @@ pykvq_status pykvq_model_load(const char * path, const pykvq_model_params * para
         if (!result->model) {
             pykvq_throw(PYKVQ_STATUS_FORMAT, "cannot load '%s': %s", path, pykvq_logged_errors().c_str());
         }
-        result->vocab = llama_model_get_vocab(result->model);
-        *model        = result.release();
+        result->vocab      = llama_model_get_vocab(result->model);
+        result->vocab_only = params->vocab_only;
+        *model             = result.release();
     });
 }
 
@@ -130,9 +131,12 @@ void pykvq_model_free(pykvq_model * model) {
     delete model;
 }
 
-void pykvq_model_get_info(const pykvq_model * model, pykvq_model_info * info) {
+// llama.cpp reads no sizes in this mode, and its getters end the process when they are asked
+static void get_sizes(const pykvq_model * model, pykvq_model_info * info) {
+    if (model->vocab_only) {
+        return;
+    }
     const kvq_model_shape shape = kvq_model_get_shape(model->model);
-    *info                       = {};
     info->n_ctx_train           = llama_model_n_ctx_train(model->model);
     info->n_embd                = llama_model_n_embd(model->model);
     info->n_layer               = llama_model_n_layer(model->model);
@@ -141,23 +145,28 @@ void pykvq_model_get_info(const pykvq_model * model, pykvq_model_info * info) {
     info->head_dim_k            = shape.head_dim_k;
     info->head_dim_v            = shape.head_dim_v;
     info->n_swa                 = llama_model_n_swa(model->model);
-    info->n_vocab               = llama_vocab_n_tokens(model->vocab);
     info->n_params              = (int64_t) llama_model_n_params(model->model);
     info->n_bytes               = (int64_t) llama_model_size(model->model);
-    info->token_bos             = llama_vocab_bos(model->vocab);
-    info->token_eos             = llama_vocab_eos(model->vocab);
-    info->token_eot             = llama_vocab_eot(model->vocab);
-    info->token_nl              = llama_vocab_nl(model->vocab);
-    info->token_pad             = llama_vocab_pad(model->vocab);
-    info->token_fim_prefix      = llama_vocab_fim_pre(model->vocab);
-    info->token_fim_suffix      = llama_vocab_fim_suf(model->vocab);
-    info->token_fim_middle      = llama_vocab_fim_mid(model->vocab);
-    info->add_bos               = llama_vocab_get_add_bos(model->vocab);
-    info->add_eos               = llama_vocab_get_add_eos(model->vocab);
     info->has_encoder           = llama_model_has_encoder(model->model);
     info->has_decoder           = llama_model_has_decoder(model->model);
     info->is_recurrent          = llama_model_is_recurrent(model->model);
     info->is_hybrid             = llama_model_is_hybrid(model->model);
+}
+
+void pykvq_model_get_info(const pykvq_model * model, pykvq_model_info * info) {
+    *info                  = {};
+    info->n_vocab          = llama_vocab_n_tokens(model->vocab);
+    info->token_bos        = llama_vocab_bos(model->vocab);
+    info->token_eos        = llama_vocab_eos(model->vocab);
+    info->token_eot        = llama_vocab_eot(model->vocab);
+    info->token_nl         = llama_vocab_nl(model->vocab);
+    info->token_pad        = llama_vocab_pad(model->vocab);
+    info->token_fim_prefix = llama_vocab_fim_pre(model->vocab);
+    info->token_fim_suffix = llama_vocab_fim_suf(model->vocab);
+    info->token_fim_middle = llama_vocab_fim_mid(model->vocab);
+    info->add_bos          = llama_vocab_get_add_bos(model->vocab);
+    info->add_eos          = llama_vocab_get_add_eos(model->vocab);
+    get_sizes(model, info);
 }
 
 int32_t pykvq_model_desc(const pykvq_model * model, char * buf, size_t size) {

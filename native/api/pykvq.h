@@ -100,6 +100,7 @@ typedef struct pykvq_model_params {
     void * progress_data;
 } pykvq_model_params;
 
+// With vocab_only, what is not about tokens is 0.
 typedef struct pykvq_model_info {
     int32_t n_ctx_train;
     int32_t n_embd;
