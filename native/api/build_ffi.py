@@ -9,7 +9,7 @@ from pathlib import Path
 
 import cffi
 
-# Python functions that C may call; defined in pykvq/runtime.py with ffi.def_extern.
+# Python functions that C may call; defined in pykvq/native.py with ffi.def_extern.
 CALLBACKS = """
 extern "Python" {
     void pykvq_py_log(int32_t level, const char * text, void * user_data);
@@ -27,6 +27,7 @@ def declarations(header: str) -> str:
 
 
 def main(header_path: str, out_path: str) -> None:
+    """Read the header, write the C source."""
     header = Path(header_path).read_text(encoding="utf-8")
     ffi = cffi.FFI()
     ffi.cdef(declarations(header) + "#define PYKVQ_ABI_VERSION ...\n" + CALLBACKS)
