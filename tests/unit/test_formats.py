@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-
 from pykvq._cffi import ffi, lib
 
 BLOCK = 64

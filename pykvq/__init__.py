@@ -1,0 +1,32 @@
+"""pykvq: GGUF models with a KV cache that is a quarter of its usual size.
+
+>>> from pykvq import Llama
+>>> with Llama("model.gguf", kv_quant="ultra4") as llm:
+...     print(llm("The capital of France is", max_tokens=16)["choices"][0]["text"])
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+from pykvq import errors
+from pykvq.errors import *  # noqa: F403
+from pykvq.kv_config import KVConfig, kv_presets
+
+if TYPE_CHECKING:
+    from pykvq.llama import Llama
+
+__all__ = ["KVConfig", "Llama", "__version__", "kv_presets", *errors.__all__]
+
+try:
+    __version__ = metadata.version("pykvq")
+except metadata.PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    # Llama pulls in numpy, jinja2 and the native library, which `pykvq-run --help` need not wait for
+    if name == "Llama":
+        return import_module("pykvq.llama").Llama
+    raise AttributeError(f"module 'pykvq' has no attribute {name!r}")

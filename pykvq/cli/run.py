@@ -1,0 +1,280 @@
+"""``pykvq-run``: complete one prompt, or chat, with a GGUF model and a compressed KV cache."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pykvq import __version__
+from pykvq.cli.console import answer_summary, drop_stdout, interruptible, note, progress_bar, rate, write
+from pykvq.errors import InvalidArgumentError, PykvqError
+from pykvq.kv_config import DEFAULT_PRESET, KV_TYPES, kv_presets, parse_kv_config
+
+if TYPE_CHECKING:
+    from pykvq.generation import Generation
+    from pykvq.llama import Llama
+
+PROGRAM = "pykvq-run"
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+MAX_CONTEXT = 2**30
+MAX_THREADS = 512
+DEFAULT_ANSWER_TOKENS = 256
+
+# typer brings its own click or uses the installed one, depending on its version; this is UsageError of either
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line, checked."""
+
+    model: str | None
+    ctx: int
+    kv: str
+    prompt: str | None
+    max_tokens: int | None
+    temperature: float
+    seed: int
+    system: str | None
+    threads: int | None
+    n_gpu_layers: int
+    chat: bool
+    json: bool
+    verbose: bool
+
+    def first_messages(self) -> list[dict[str, str]]:
+        """The messages that a chat begins with."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+
+def _parse(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A GGUF file. Without it: a small demo model, fetched once.")
+    ] = None,
+    ctx: Annotated[
+        int, typer.Option("--ctx", metavar="N", help="Tokens of context; 0: as many as the model was trained on.")
+    ] = 4096,
+    kv: Annotated[
+        str,
+        typer.Option(
+            "--kv",
+            metavar="PRESET",
+            help=f"KV cache format: {', '.join(kv_presets())}, or TYPE/VTYPE for K and V apart "
+            f"({', '.join(KV_TYPES)}).",
+        ),
+    ] = DEFAULT_PRESET,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", metavar="PROMPT", help="Answer this and exit; without it: chat.")
+    ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--n",
+            metavar="N",
+            help=f"Most tokens of an answer; -1: until the context is full. [default: {DEFAULT_ANSWER_TOKENS} with "
+            "-p, -1 in a chat]",
+        ),
+    ] = None,
+    temp: Annotated[float, typer.Option("--temp", metavar="T", help="Temperature; 0: the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the draw; -1: a random one.")] = -1,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message of the chat.")] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", help="Threads. [default: the physical cores]")
+    ] = None,
+    n_gpu_layers: Annotated[int, typer.Option("--n-gpu-layers", metavar="N", help="Layers on the GPU; -1: all.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send PROMPT as a user message through the model's chat template.")
+    ] = False,
+    no_calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--no-calibrate", help="Do not calibrate the KV format. This version never does; accepted for scripts."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With -p: print one JSON object instead of text.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the native log to stderr.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> Options | int:
+    """Run a GGUF model with a KV cache that is a fraction of its usual size.
+
+    The answer goes to stdout, everything else to stderr.
+    """
+    del no_calibrate  # accepted, see its help
+    if version:
+        write(f"{PROGRAM} {__version__}\n")
+        return 0
+    _require(0 <= ctx <= MAX_CONTEXT, "--ctx", ctx, f"0 (the model's training context) or 1 to {MAX_CONTEXT} tokens")
+    _require(n is None or n == -1 or n >= 1, "-n", n, "-1 (until the context is full) or at least 1 token")
+    _require(0 <= temp < float("inf"), "--temp", temp, "0 (greedy) or more")
+    _require(-1 <= seed < 2**32, "--seed", seed, f"-1 (random) or 0 to {2**32 - 1}")
+    _require(threads is None or 1 <= threads <= MAX_THREADS, "--threads", threads, f"1 to {MAX_THREADS}")
+    _require(-1 <= n_gpu_layers < 2**31, "--n-gpu-layers", n_gpu_layers, "-1 (all) or more")
+    parse_kv_config(kv)
+    if as_json and prompt is None:
+        raise InvalidArgumentError("--json needs a prompt: add -p PROMPT")
+    if system is not None and prompt is not None and not chat:
+        raise InvalidArgumentError("--system needs the chat template: add --chat, or leave -p out")
+    answer_tokens = DEFAULT_ANSWER_TOKENS if n is None and prompt is not None else n
+    return Options(
+        model=model,
+        ctx=ctx,
+        kv=kv,
+        prompt=prompt,
+        max_tokens=None if answer_tokens == -1 else answer_tokens,
+        temperature=temp,
+        seed=seed,
+        system=system,
+        threads=threads,
+        n_gpu_layers=n_gpu_layers,
+        chat=chat,
+        json=as_json,
+        verbose=verbose,
+    )
+
+
+def _require(valid: bool, option: str, value: Any, rule: str) -> None:
+    if not valid:
+        raise InvalidArgumentError(f"{option} {value} is out of range: give {rule}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C.
+
+    Any failure is one line on stderr.
+    """
+    verbose = "--verbose" in (sys.argv[1:] if argv is None else argv)
+    try:
+        options = _command_line(argv)
+        code = options if isinstance(options, int) else _run(options)
+        sys.stdout.flush()
+        return code
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        drop_stdout()
+        return EXIT_FAILURE
+    except Exception as error:
+        if verbose:
+            traceback.print_exc()
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """Prints the one line for an error and returns the exit code."""
+    if isinstance(error, _UsageError):
+        note(f"{PROGRAM}: error: {error.format_message()} (see {PROGRAM} --help)")  # type: ignore[attr-defined]
+        return EXIT_USAGE
+    if isinstance(error, PykvqError):
+        note(f"{PROGRAM}: error: {error}")
+        return EXIT_USAGE if isinstance(error, InvalidArgumentError) else EXIT_FAILURE
+    note(f"{PROGRAM}: error: {type(error).__name__}: {error} (--verbose shows where)")
+    return EXIT_FAILURE
+
+
+def _command_line(argv: Sequence[str] | None) -> Options | int:
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(_parse)
+    command = typer.main.get_command(app)
+    arguments = None if argv is None else list(argv)
+    result: Options | int = command.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
+    return result
+
+
+def _run(options: Options) -> int:
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        # a terminal or locale that cannot show a character must not end an answer
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    started = time.perf_counter()
+    with _load(options) as llm:
+        load_s = time.perf_counter() - started
+        if options.prompt is None:
+            from pykvq.cli.chat import run_chat
+
+            return run_chat(llm, options)
+        return _complete(llm, options, options.prompt, load_s)
+
+
+def _load(options: Options) -> Llama:
+    path = _fetch_demo_model() if options.model is None else options.model
+    from pykvq.llama import Llama
+
+    with progress_bar("loading") as show:
+        return Llama(
+            path,
+            kv_quant=options.kv,
+            n_ctx=options.ctx,
+            n_threads=options.threads,
+            n_gpu_layers=options.n_gpu_layers,
+            seed=options.seed,
+            verbose=options.verbose,
+            progress=lambda done: show(done, 1),
+        )
+
+
+def _fetch_demo_model() -> str:
+    from pykvq import catalog
+
+    model = catalog.default_model()
+    if catalog.is_cached(model):
+        return str(catalog.cached_path(model))
+    note(f"fetching the demo model {model.title} ({model.download_bytes / 1e6:.0f} MB) into {catalog.cache_dir()}")
+    with progress_bar(model.file, is_bytes=True) as show:
+        return str(catalog.fetch(model, show))
+
+
+def _complete(llm: Llama, options: Options, prompt: str, load_s: float) -> int:
+    """Answers one prompt."""
+    if options.chat:
+        prompt = llm.chat_prompt([*options.first_messages(), {"role": "user", "content": prompt}])
+    generation = llm.start_generation(
+        prompt, max_tokens=options.max_tokens, sampling=llm.sampling_params(temperature=options.temperature)
+    )
+    texts: list[str] = []
+    try:
+        with contextlib.closing(interruptible(generation, llm.abort)) as pieces:
+            for piece in pieces:
+                texts.append(piece.text)
+                if not options.json:
+                    write(piece.text)
+    finally:
+        if texts and not options.json:
+            write("\n")
+    if options.json:
+        write(json.dumps(_report_object(llm, generation, "".join(texts), load_s), ensure_ascii=False) + "\n")
+    note(answer_summary(generation.result, llm.kv_info()))
+    return 0
+
+
+def _report_object(llm: Llama, generation: Generation, text: str, load_s: float) -> dict[str, Any]:
+    result = generation.result
+    return {
+        "text": text,
+        "tokens": result.tokens,
+        "prompt_tokens": len(generation.request.prompt),
+        "finish_reason": result.finish_reason,
+        "timings": {
+            "load_s": load_s,
+            "prompt_n": result.prompt_n,
+            "prompt_s": result.prompt_s,
+            "prompt_tps": rate(result.prompt_n, result.prompt_s),
+            "gen_n": result.gen_n,
+            "gen_s": result.gen_s,
+            "gen_tps": rate(result.gen_n, result.gen_s),
+        },
+        "kv_info": llm.kv_info(),
+        "model": llm.model_path,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""One context and the tokens it holds: prompt evaluation in pieces, reuse of a common prefix, state."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+
+from pykvq.errors import StateError, UnsupportedModelError
+from pykvq.runtime import Context, Model
+from pykvq.turn import Turn
+
+# a saved state: this line, the CRC-32 of all after it, the length of the JSON part, the JSON part, the native state
+_STATE_MAGIC = b"PYKVQ-STATE-1\n"
+_STATE_HEADER = struct.Struct("<II")
+
+
+class Engine:
+    """A context, the token ids that its sequence 0 holds, and the turn to use it.
+
+    The methods must be called by whoever has the turn; ``close`` may be called at any time.
+    """
+
+    def __init__(self, model: Model, context: Context) -> None:
+        self.model = model
+        self.context = context
+        self.turn = Turn()
+        # appended to before a decode and corrected by sync() if that fails, so that no interrupt can leave it short
+        self.tokens: list[int] = []
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that the sequence may hold."""
+        return self.context.info.n_ctx_seq
+
+    @property
+    def n_free(self) -> int:
+        """Tokens that the sequence has room for."""
+        return self.n_ctx - len(self.tokens)
+
+    def sync(self) -> None:
+        """Makes the token list and the KV cache agree after a decode that may have stopped half-way."""
+        n_held = self.context.pos_max() + 1
+        if n_held < len(self.tokens):
+            del self.tokens[n_held:]
+        elif n_held > len(self.tokens):
+            self._truncate(len(self.tokens))
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.tokens.clear()
+        self.context.kv_clear()
+
+    def keep_prefix(self, tokens: Sequence[int]) -> int:
+        """Keeps what the cache has in common with ``tokens`` and removes the rest.
+
+        The last of ``tokens`` is never kept, because sampling needs its logits.
+
+        Returns:
+            The number of leading tokens that need no evaluation.
+        """
+        self.sync()
+        limit = min(len(self.tokens), len(tokens) - 1)
+        n_common = next((i for i in range(limit) if self.tokens[i] != tokens[i]), limit)
+        if n_common < len(self.tokens):
+            self._truncate(n_common)
+        return len(self.tokens)
+
+    def _truncate(self, n_keep: int) -> None:
+        """Removes all but the first n_keep tokens, or all tokens where the cache cannot do that."""
+        if n_keep > 0 and self._has_window_for(n_keep):
+            try:
+                self.context.kv_remove(n_keep)
+            except UnsupportedModelError:  # a recurrent state has no parts
+                self.reset()
+            else:
+                del self.tokens[n_keep:]
+        else:
+            self.reset()
+
+    def _has_window_for(self, n_keep: int) -> bool:
+        """Whether a sliding-window cache still holds the window before position n_keep."""
+        n_swa = self.model.info.n_swa
+        return n_swa == 0 or self.context.pos_min() <= max(0, n_keep - n_swa)
+
+    def evaluate(self, tokens: Sequence[int], on_piece: Callable[[int], None] | None = None) -> None:
+        """Computes tokens after those held, n_batch at a time.
+
+        Without ``on_piece`` the logits of the last token are kept. With it those of every token are, and it is called
+        with the length of each piece after its decode.
+
+        Raises:
+            ContextFullError: no room. AbortedError: stopped; the tokens that were computed remain.
+        """
+        n_batch = self.context.info.n_batch
+        for start in range(0, len(tokens), n_batch):
+            piece = tokens[start : start + n_batch]
+            is_last = start + len(piece) == len(tokens)
+            wanted = [on_piece is not None or (is_last and i == len(piece) - 1) for i in range(len(piece))]
+            first_pos = len(self.tokens)
+            self.tokens.extend(piece)
+            try:
+                self.context.decode(piece, first_pos, wanted)
+            except BaseException:
+                self.sync()
+                raise
+            if on_piece is not None:
+                on_piece(len(piece))
+
+    def save_state(self) -> bytes:
+        """The tokens and their KV cache as bytes that load_state takes."""
+        self.sync()
+        header = json.dumps({"tokens": self.tokens}).encode("ascii")
+        body = header + self.context.save_state()
+        checksum = zlib.crc32(body)
+        return _STATE_MAGIC + _STATE_HEADER.pack(checksum, len(header)) + body
+
+    def load_state(self, data: bytes) -> None:
+        """Replaces the tokens and the KV cache by saved ones.
+
+        Raises:
+            StateError: damaged, or of another model or KV type; nothing is changed then.
+        """
+        tokens, native_state = _parse_state(data)
+        self.sync()
+        self.context.load_state(native_state)
+        self.tokens = tokens
+        if self.context.pos_max() + 1 != len(tokens):
+            self.reset()
+            raise StateError(f"the saved state lists {len(tokens)} tokens but holds another number: it is unusable")
+
+    def close(self) -> None:
+        """Stops what is running and frees the context and the model."""
+        self.turn.close()
+        self.context.close()
+        self.model.close()
+
+
+def _parse_state(data: bytes) -> tuple[list[int], memoryview]:
+    """The tokens and the native state in saved bytes, both checked as far as can be without the context."""
+    offset = len(_STATE_MAGIC) + _STATE_HEADER.size
+    if len(data) < offset or not data.startswith(_STATE_MAGIC):
+        raise StateError("this is not a state that pykvq saved")
+    checksum, header_length = _STATE_HEADER.unpack_from(data, len(_STATE_MAGIC))
+    body = memoryview(data)[offset:]
+    if zlib.crc32(body) != checksum:
+        raise StateError("the saved state is damaged or cut short: its checksum does not match")
+    tokens = json.loads(bytes(body[:header_length]))["tokens"]
+    return [int(token) for token in tokens], body[header_length:]

@@ -1,0 +1,123 @@
+"""Helpers for native handles: ownership, struct fields, strings and arrays of the C API."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvq import native
+from pykvq.errors import ClosedError, InvalidArgumentError
+
+# called with 0 to 1 while a model loads; returning False stops the load
+ProgressCallback = Callable[[float], "bool | None"]
+# a value of a field of a parameter struct; None leaves the library's default
+FieldValue = int | float | bool | str | None
+
+
+class Handle:
+    """A native pointer that is freed once: after ``close()``, as soon as nobody uses it any more."""
+
+    def __init__(self, name: str, pointer: Any, free: Callable[[Any], None]) -> None:
+        self._name = name
+        self._pointer = pointer
+        self._free = free
+        self._users = 0
+        self._closed = False
+        # reentrant, because garbage collection may release a handle while this thread holds the lock
+        self._lock = threading.RLock()
+
+    def retain(self) -> Any:
+        """The pointer, which stays valid until the matching ``release()``; ClosedError after ``close()``."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"this {self._name} is closed: create a new one")
+            self._users += 1
+            return self._pointer
+
+    def release(self) -> None:
+        """Ends what ``retain()`` began."""
+        with self._lock:
+            self._users -= 1
+        self._free_if_idle()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Any]:
+        """Holds the pointer valid inside a with block."""
+        pointer = self.retain()
+        try:
+            yield pointer
+        finally:
+            self.release()
+
+    def close(self) -> None:
+        """Frees the pointer now, or when its last user releases it."""
+        self._closed = True
+        self._free_if_idle()
+
+    def _free_if_idle(self) -> None:
+        with self._lock:
+            if not self._closed or self._users or self._pointer is None:
+                return
+            pointer, self._pointer = self._pointer, None
+        self._free(pointer)
+
+
+class ProgressGuard:
+    """Keeps an exception of a progress callback from being lost in native code."""
+
+    def __init__(self, callback: ProgressCallback) -> None:
+        self._callback = callback
+        self.error: BaseException | None = None
+
+    def __call__(self, progress: float) -> bool:
+        """Whether to go on loading."""
+        try:
+            return self._callback(progress) is not False
+        except BaseException as error:
+            self.error = error
+            return False
+
+
+def fill_struct(struct: Any, values: Mapping[str, FieldValue]) -> list[Any]:
+    """Sets the given fields of a native struct; returns the strings it points to, which must be kept alive."""
+    ffi, _ = native.load()
+    keep_alive: list[Any] = []
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, str):
+            keep_alive.append(ffi.new("char[]", value.encode("utf-8")))
+        try:
+            setattr(struct, name, keep_alive[-1] if isinstance(value, str) else value)
+        except (TypeError, OverflowError) as error:
+            raise InvalidArgumentError(f"{name}={value!r} is not a value for this parameter: {error}") from error
+    return keep_alive
+
+
+def read_string(read: Callable[[Any, int], int]) -> str | None:
+    """Calls a C function that copies a string and returns its full length, again if the buffer was too small."""
+    ffi, _ = native.load()
+    size = 256
+    while True:
+        buffer = ffi.new("char[]", size)
+        length = read(buffer, size)
+        if length < 0:
+            return None
+        if length < size:
+            return bytes(ffi.buffer(buffer, length)).decode("utf-8", "replace")
+        size = length + 1
+
+
+def int32_pointer(array: npt.NDArray[np.int32]) -> Any:
+    """An array as ``int32_t *``; the pointer keeps the array alive."""
+    return native.load()[0].from_buffer("int32_t[]", array)
+
+
+def int8_pointer(array: npt.NDArray[np.int8]) -> Any:
+    """An array as ``int8_t *``; the pointer keeps the array alive."""
+    return native.load()[0].from_buffer("int8_t[]", array)

@@ -1,0 +1,356 @@
+"""A loaded model with its context: tokens and text, sizes, saved state, closing. ``Llama`` adds generation to it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from pykvq import native
+from pykvq.chat_template import ChatTemplate, Message
+from pykvq.engine import Engine
+from pykvq.errors import ChatTemplateError, ContextFullError, InvalidArgumentError
+from pykvq.handles import ProgressCallback
+from pykvq.kv_config import DEFAULT_PRESET, KVConfig, parse_kv_config
+from pykvq.runtime import Context, Model
+
+# llama.cpp's value for "draw a seed"; -1 means the same
+RANDOM_SEED = 0xFFFFFFFF
+# limits of pykvq_context_create
+_MAX_N_CTX = 2**30
+_MAX_N_BATCH = 2**20
+
+
+class LoadedModel:
+    """A GGUF model with a context. The arguments and what they may raise are described at ``pykvq.Llama``."""
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        kv_quant: str = DEFAULT_PRESET,
+        n_gpu_layers: int = 0,
+        main_gpu: int = 0,
+        vocab_only: bool = False,
+        use_mmap: bool = True,
+        use_mlock: bool = False,
+        seed: int = RANDOM_SEED,
+        n_ctx: int = 4096,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+        n_threads_batch: int | None = None,
+        rope_scaling_type: int | None = None,
+        pooling_type: int = -1,
+        rope_freq_base: float = 0.0,
+        rope_freq_scale: float = 0.0,
+        yarn_ext_factor: float | None = None,
+        yarn_attn_factor: float | None = None,
+        yarn_beta_fast: float | None = None,
+        yarn_beta_slow: float | None = None,
+        yarn_orig_ctx: int | None = None,
+        embedding: bool = False,
+        offload_kqv: bool = True,
+        flash_attn: bool | None = None,
+        op_offload: bool | None = None,
+        swa_full: bool | None = None,
+        last_n_tokens_size: int = 64,
+        chat_template: str | None = None,
+        type_k: str | None = None,
+        type_v: str | None = None,
+        verbose: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        self._kv = parse_kv_config(kv_quant, type_k=type_k, type_v=type_v)
+        _check_sizes(n_ctx, n_batch, n_ubatch)
+        _check_flash_attention(self._kv, flash_attn)
+        self.model_path = os.fspath(model_path)
+        self.verbose = verbose
+        self._last_n_tokens = last_n_tokens_size
+        self._template_source = chat_template
+        self._template: ChatTemplate | None = None
+        self._makes_embeddings = embedding
+        self._loaded_engine: Engine | None = None
+        self.set_seed(seed)
+        native.set_verbose(verbose)
+        self._model = Model(
+            model_path,
+            progress=progress,
+            n_gpu_layers=n_gpu_layers,
+            main_gpu=main_gpu,
+            vocab_only=vocab_only,
+            use_mmap=use_mmap,
+            use_mlock=use_mlock,
+        )
+        if vocab_only:
+            return
+        try:
+            context = Context(
+                self._model,
+                n_ctx=n_ctx,
+                n_batch=n_batch,
+                n_ubatch=min(n_batch, n_ubatch),
+                n_threads=n_threads,
+                n_threads_batch=n_threads if n_threads_batch is None else n_threads_batch,
+                type_k=self._kv.type_k,
+                type_v=self._kv.type_v,
+                flash_attn={None: -1, False: 0, True: 1}[flash_attn],
+                pooling_type=pooling_type,
+                rope_freq_base=rope_freq_base,
+                rope_freq_scale=rope_freq_scale,
+                rope_scaling=rope_scaling_type,
+                yarn_ext_factor=yarn_ext_factor,
+                yarn_attn_factor=yarn_attn_factor,
+                yarn_beta_fast=yarn_beta_fast,
+                yarn_beta_slow=yarn_beta_slow,
+                yarn_orig_ctx=yarn_orig_ctx,
+                embeddings=embedding,
+                offload_kqv=offload_kqv,
+                op_offload=op_offload,
+                swa_full=swa_full,
+            )
+        except BaseException:
+            self._model.close()
+            raise
+        self._loaded_engine = Engine(self._model, context)
+
+    # --- tokens and text ---
+
+    def tokenize(self, text: str | bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: text, or its UTF-8 bytes.
+            add_bos: add the tokens that the model wants around a text, if it wants any.
+            special: read "<|im_end|>" and the like as the tokens they name.
+        """
+        return self._model.tokenize(_utf8(text), add_special=add_bos, parse_special=special)
+
+    def detokenize(
+        self, tokens: Iterable[int], prev_tokens: Sequence[int] | None = None, special: bool = False
+    ) -> bytes:
+        """The bytes of tokens, which may begin or end inside a code point.
+
+        Args:
+            tokens: token ids.
+            prev_tokens: the tokens before them; a leading space is kept if there are any.
+            special: write special tokens out instead of leaving them away.
+        """
+        ids = list(tokens)
+        data = b"".join(self._model.token_bytes(token, special=special) for token in ids)
+        starts_text = not prev_tokens and ids[:1] == [self.token_bos()]
+        # SentencePiece models put a space before the first word of a text
+        return data[1:] if starts_text and not special and data.startswith(b" ") else data
+
+    def token_bos(self) -> int:
+        """The id of the token that begins a text, -1 if there is none."""
+        return self._model.info.token_bos
+
+    def token_eos(self) -> int:
+        """The id of the token that ends a text, -1 if there is none."""
+        return self._model.info.token_eos
+
+    def token_eot(self) -> int:
+        """The id of the token that ends a turn, -1 if there is none."""
+        return self._model.info.token_eot
+
+    def token_nl(self) -> int:
+        """The id of the line break, -1 if there is none."""
+        return self._model.info.token_nl
+
+    def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The prompt that the chat template makes of messages.
+
+        Args:
+            messages: dicts with "role" and "content".
+            variables: ``tools``, ``documents``, and whatever else the template reads.
+
+        Raises:
+            ChatTemplateError: there is no template, or it refuses the messages.
+            InvalidArgumentError: a message is not one.
+        """
+        if self._template is None:
+            self._template = self._compile_template()
+        return self._template.render(messages, **variables)
+
+    def _compile_template(self) -> ChatTemplate:
+        source = self._template_source or self._model.chat_template()
+        if source is None:
+            raise ChatTemplateError(
+                f"{self.model_path} has no chat template: pass chat_template=..., or complete raw text "
+                "(create_completion, or pykvq-run with -p and without --chat)"
+            )
+        info = self._model.info
+        return ChatTemplate(
+            source, bos_token=self._token_text(info.token_bos), eos_token=self._token_text(info.token_eos)
+        )
+
+    def _token_text(self, token: int) -> str:
+        return "" if token < 0 else self._model.token_bytes(token, special=True).decode("utf-8", "replace")
+
+    # --- sizes ---
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """All scalar GGUF keys of the model file, as text."""
+        return self._model.metadata()
+
+    def description(self) -> str:
+        """One line about the model, such as "llama 134M Q4_1"."""
+        return self._model.description()
+
+    def n_vocab(self) -> int:
+        """Number of tokens in the vocabulary."""
+        return self._model.info.n_vocab
+
+    def n_embd(self) -> int:
+        """Values of an embedding."""
+        return self._model.info.n_embd
+
+    def n_ctx(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self._engine.n_ctx
+
+    def n_ctx_train(self) -> int:
+        """Tokens that the model was trained on at once."""
+        return self._model.info.n_ctx_train
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in the KV cache now."""
+        return len(self._engine.tokens)
+
+    def kv_info(self) -> dict[str, Any]:
+        """What the KV cache is and takes.
+
+        Returns:
+            kv_quant, type_k, type_v: the format's name and types.
+            kv_bytes, kv_bytes_f16, ratio: bytes really allocated, those of the same cache in F16, and their quotient.
+            bits_per_element: bits per element of K and V, all included.
+            n_ctx, n_tokens: room, and tokens held.
+            flash_attn, attention_route: how attention is computed.
+            compute_bytes: scratch memory of the computation.
+        """
+        info = self._engine.context.read_info()
+        kernel = "flash attention" if info.flash_attn else "attention"
+        return {
+            "kv_quant": self._kv.name,
+            "type_k": self._kv.type_k,
+            "type_v": self._kv.type_v,
+            "kv_bytes": info.kv_bytes,
+            "kv_bytes_f16": info.kv_bytes_f16,
+            "ratio": info.kv_bytes / info.kv_bytes_f16 if info.kv_bytes_f16 else 1.0,
+            "bits_per_element": 8 * info.kv_bytes / info.kv_elements if info.kv_elements else 0.0,
+            "n_ctx": info.n_ctx_seq,
+            "n_tokens": self.n_tokens,
+            "flash_attn": info.flash_attn,
+            "attention_route": f"llama.cpp {kernel} (cpu)",
+            "compute_bytes": info.compute_bytes,
+        }
+
+    # --- state ---
+
+    def set_seed(self, seed: int) -> None:
+        """Sets where the seeds of calls that name none come from; -1 draws it."""
+        self._seeds = random.Random(None if seed in (-1, RANDOM_SEED) else seed)
+
+    def reset(self) -> None:
+        """Empties the KV cache."""
+        with self._engine.turn:
+            self._engine.reset()
+
+    def save_state(self) -> bytes:
+        """The tokens and their KV cache, for ``load_state``."""
+        with self._engine.turn:
+            return self._engine.save_state()
+
+    def load_state(self, state: bytes) -> None:
+        """Goes back to a saved state.
+
+        Raises:
+            StateError: damaged, or of another model or KV format; nothing is changed then.
+        """
+        with self._engine.turn:
+            self._engine.load_state(state)
+
+    def abort(self) -> None:
+        """Ends the running computation with AbortedError. Any thread may call it."""
+        self._engine.context.abort()
+
+    def close(self) -> None:
+        """Ends what is running and frees all native memory. Any thread may call it; again does nothing."""
+        if self._loaded_engine is not None:
+            self._loaded_engine.close()
+        self._model.close()
+
+    def __enter__(self: _Self) -> _Self:  # typing.Self needs Python 3.11
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    @property
+    def _engine(self) -> Engine:
+        if self._loaded_engine is None:
+            raise InvalidArgumentError("this model was loaded with vocab_only=True: load it without to compute")
+        return self._loaded_engine
+
+    def _prompt_tokens(self, prompt: str | bytes | Sequence[int]) -> tuple[int, ...]:
+        """The tokens of a prompt, with BOS exactly once where the model wants it; checked against the context."""
+        if isinstance(prompt, (str, bytes)):
+            tokens = self.tokenize(prompt, add_bos=True, special=True)
+            bos = self.token_bos()
+            if bos >= 0 and self._model.info.add_bos and tokens[:2] == [bos, bos]:
+                del tokens[0]  # a chat template that writes BOS itself
+            tokens = tokens or ([bos] if bos >= 0 else [])
+        else:
+            tokens = self._checked_tokens(prompt)
+        if not tokens:
+            raise InvalidArgumentError("the prompt is empty, and the model has no token that begins a text")
+        n_ctx = self._engine.n_ctx
+        if len(tokens) >= n_ctx:
+            raise ContextFullError(
+                f"Requested tokens ({len(tokens)}) exceed context window of {n_ctx}, of which one token at least is "
+                "for the answer: shorten the prompt, or raise n_ctx"
+            )
+        return tuple(tokens)
+
+    def _checked_tokens(self, tokens: Iterable[int]) -> list[int]:
+        ids = [int(token) for token in tokens]
+        n_vocab = self.n_vocab()
+        wrong = next((token for token in ids if not 0 <= token < n_vocab), None)
+        if wrong is not None:
+            raise InvalidArgumentError(f"token {wrong} is not in the vocabulary, whose ids go from 0 to {n_vocab - 1}")
+        return ids
+
+
+def _utf8(text: str | bytes) -> bytes:
+    if isinstance(text, bytes):
+        return text
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"the text is not valid Unicode: {error.reason} at character {error.start}"
+        ) from error
+
+
+def _check_sizes(n_ctx: int, n_batch: int, n_ubatch: int) -> None:
+    if not 0 <= n_ctx <= _MAX_N_CTX:
+        raise InvalidArgumentError(
+            f"n_ctx must be 0 (the model's training context) or between 1 and {_MAX_N_CTX} tokens, got {n_ctx}"
+        )
+    for name, value in (("n_batch", n_batch), ("n_ubatch", n_ubatch)):
+        if not 1 <= value <= _MAX_N_BATCH:
+            raise InvalidArgumentError(f"{name} must be between 1 and {_MAX_N_BATCH} tokens, got {value}")
+
+
+def _check_flash_attention(kv: KVConfig, flash_attn: bool | None) -> None:
+    if flash_attn is False and kv.needs_flash_attention:
+        raise InvalidArgumentError(
+            f"a KV cache with V in {kv.type_v} needs flash attention: leave flash_attn out, or take V in f16"
+        )
+
+
+_Self = TypeVar("_Self", bound=LoadedModel)

@@ -1,0 +1,463 @@
+"""Thin typed wrappers over the C API: Model, Context and Sampler own one native handle each.
+
+Rules that keep the native side safe: a handle is freed once and never while it is in use, a Context and a Sampler keep
+their Model alive, and a call on a closed object raises ClosedError. All token, position and sequence ids are int32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvq import native
+from pykvq.errors import ClosedError, InvalidArgumentError, ModelFileError
+from pykvq.handles import (
+    FieldValue,
+    Handle,
+    ProgressCallback,
+    ProgressGuard,
+    fill_struct,
+    int8_pointer,
+    int32_pointer,
+    read_string,
+)
+from pykvq.sampling import SamplingParams
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a model is, as ``pykvq_model_info`` tells it. A token id of -1 means that the model has no such token."""
+
+    n_ctx_train: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int
+    n_swa: int
+    n_vocab: int
+    n_params: int
+    n_bytes: int
+    token_bos: int
+    token_eos: int
+    token_eot: int
+    token_nl: int
+    token_pad: int
+    token_fim_prefix: int
+    token_fim_suffix: int
+    token_fim_middle: int
+    add_bos: bool
+    add_eos: bool
+    has_encoder: bool
+    has_decoder: bool
+    is_recurrent: bool
+    is_hybrid: bool
+
+
+@dataclass(frozen=True)
+class ContextInfo:
+    """Sizes of a context in tokens and bytes, as ``pykvq_context_info`` tells them."""
+
+    n_ctx: int
+    n_ctx_seq: int
+    n_batch: int
+    n_ubatch: int
+    n_seq_max: int
+    n_threads: int
+    n_threads_batch: int
+    kv_bytes: int
+    kv_bytes_f16: int
+    kv_elements: int
+    compute_bytes: int
+    flash_attn: bool
+    can_shift: bool
+
+
+class Model:
+    """A loaded GGUF model: weights, tokenizer and metadata. Safe to read from many threads.
+
+    Args:
+        path: the GGUF file.
+        progress: called with 0 to 1 during the load; returning False stops it (AbortedError).
+        params: fields of ``pykvq_model_params`` by name; None leaves the library's default.
+
+    Raises:
+        ModelFileError: the file is missing, unreadable, damaged or not a GGUF file.
+        OutOfMemoryError, UnsupportedModelError, InvalidArgumentError, AbortedError.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, progress: ProgressCallback | None = None, **params: FieldValue
+    ) -> None:
+        ffi, lib = native.load()
+        raw_path = os.fspath(path).encode("utf-8", "surrogateescape")
+        if b"\0" in raw_path:
+            raise InvalidArgumentError(f"the model path {path!r} holds a NUL character")
+        native_params = ffi.new("pykvq_model_params *", lib.pykvq_model_default_params())
+        fill_struct(native_params, params)
+        guard = ProgressGuard(progress) if progress is not None else None
+        # the handle must outlive the load: the struct holds it as a bare pointer
+        guard_handle = ffi.new_handle(guard) if guard is not None else None
+        if guard is not None:
+            native_params.progress = lib.pykvq_py_progress
+            native_params.progress_data = guard_handle
+        out = ffi.new("pykvq_model **")
+        status = lib.pykvq_model_load(raw_path, native_params, out)
+        if guard is not None and guard.error is not None:
+            if status == 0:
+                lib.pykvq_model_free(out[0])
+            raise guard.error
+        native.check(status, format_error=ModelFileError)
+        self._handle = Handle("model", out[0], lib.pykvq_model_free)
+        self.info = self._read_info()
+
+    def _read_info(self) -> ModelInfo:
+        ffi, lib = native.load()
+        info = ffi.new("pykvq_model_info *")
+        with self._handle.use() as model:
+            lib.pykvq_model_get_info(model, info)
+        return ModelInfo(**{field.name: getattr(info, field.name) for field in fields(ModelInfo)})
+
+    def close(self) -> None:
+        """Frees the model once no Context or Sampler uses it. Calling it again does nothing."""
+        handle = getattr(self, "_handle", None)
+        if handle is not None:
+            handle.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def use(self) -> contextlib.AbstractContextManager[Any]:
+        """Holds the native pointer valid inside a with block."""
+        return self._handle.use()
+
+    def retain(self) -> Any:
+        """The native pointer, which stays valid until the matching ``release()``."""
+        return self._handle.retain()
+
+    def release(self) -> None:
+        """Ends what ``retain()`` began."""
+        self._handle.release()
+
+    def description(self) -> str:
+        """One line such as "llama 134M Q4_1"."""
+        _, lib = native.load()
+        with self._handle.use() as model:
+            return read_string(partial(lib.pykvq_model_desc, model)) or ""
+
+    def metadata(self) -> dict[str, str]:
+        """All scalar GGUF keys and their values, as text."""
+        _, lib = native.load()
+        with self._handle.use() as model:
+            result: dict[str, str] = {}
+            for i in range(lib.pykvq_model_meta_count(model)):
+                key = read_string(partial(lib.pykvq_model_meta_key_at, model, i))
+                value = read_string(partial(lib.pykvq_model_meta_value_at, model, i))
+                if key is not None and value is not None:
+                    result[key] = value
+            return result
+
+    def chat_template(self) -> str | None:
+        """The model's default chat template, None if it has none."""
+        ffi, lib = native.load()
+        with self._handle.use() as model:
+            text = lib.pykvq_model_chat_template(model, ffi.NULL)
+            return None if text == ffi.NULL else ffi.string(text).decode("utf-8", "replace")
+
+    def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of UTF-8 ``text``; ``add_special`` adds BOS and EOS where the model wants them."""
+        ffi, lib = native.load()
+        count = ffi.new("int32_t *")
+        # a token covers at least one byte, apart from the few special ones around the text
+        capacity = len(text) + 8
+        source = ffi.from_buffer("char[]", text)
+        with self._handle.use() as model:
+            while True:
+                tokens = np.empty(capacity, dtype=np.int32)
+                native.check(
+                    lib.pykvq_tokenize(
+                        model, source, len(text), add_special, parse_special, int32_pointer(tokens), capacity, count
+                    )
+                )
+                if count[0] <= capacity:
+                    return [int(token) for token in tokens[: count[0]]]
+                capacity = count[0]
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token, maybe a part of a code point; special tokens yield none unless ``special``."""
+        ffi, lib = native.load()
+        count = ffi.new("int32_t *")
+        capacity = 64
+        with self._handle.use() as model:
+            while True:
+                buffer = ffi.new("char[]", capacity)
+                native.check(lib.pykvq_token_bytes(model, token, special, buffer, capacity, count))
+                if count[0] <= capacity:
+                    return bytes(ffi.buffer(buffer, count[0]))
+                capacity = count[0]
+
+    def is_eog(self, token: int) -> bool:
+        """Whether a token ends generation (EOS, EOT and the like)."""
+        _, lib = native.load()
+        with self._handle.use() as model:
+            return bool(lib.pykvq_token_is_eog(model, token))
+
+
+class Context:
+    """A KV cache and the compute buffers for one model. Its calls are serialised; it keeps the model alive.
+
+    Args:
+        model: the model to run.
+        params: fields of ``pykvq_context_params`` by name; None leaves the library's default.
+
+    Raises:
+        InvalidArgumentError, OutOfMemoryError, UnsupportedModelError.
+    """
+
+    def __init__(self, model: Model, **params: FieldValue) -> None:
+        ffi, lib = native.load()
+        native_params = ffi.new("pykvq_context_params *", lib.pykvq_context_default_params())
+        keep_alive = fill_struct(native_params, params)
+        self.model = model
+        self._lock = threading.RLock()
+        # guards the pointer against abort(), which cannot wait for the decode that holds _lock
+        self._abort_lock = threading.Lock()
+        self._pointer: Any = None
+        out = ffi.new("pykvq_context **")
+        model_pointer = model.retain()
+        try:
+            native.check(lib.pykvq_context_create(model_pointer, native_params, out))
+        except BaseException:
+            model.release()
+            raise
+        del keep_alive
+        self._pointer = out[0]
+        self.info = self.read_info()
+
+    def read_info(self) -> ContextInfo:
+        """The context's sizes as they are now."""
+        ffi, lib = native.load()
+        info = ffi.new("pykvq_context_info *")
+        with self._use() as context:
+            lib.pykvq_context_get_info(context, info)
+        return ContextInfo(**{field.name: getattr(info, field.name) for field in fields(ContextInfo)})
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[Any]:
+        with self._lock:
+            if self._pointer is None:
+                raise ClosedError("this model is closed: create a new Llama")
+            yield self._pointer
+
+    def close(self) -> None:
+        """Stops a running decode and frees the context. Any thread may call it; again does nothing."""
+        if getattr(self, "_pointer", None) is None:
+            return
+        _, lib = native.load()
+        self.abort()
+        with self._lock, self._abort_lock:
+            pointer, self._pointer = self._pointer, None
+        if pointer is not None:
+            lib.pykvq_context_free(pointer)
+            self.model.release()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def decode(self, tokens: Sequence[int], first_pos: int, want_logits: Sequence[bool]) -> None:
+        """Computes tokens of sequence 0 at positions first_pos, first_pos + 1, ...
+
+        ``want_logits`` marks the tokens whose logits or embeddings are wanted.
+
+        Raises:
+            ContextFullError: no room in the KV cache; it is as before.
+            AbortedError: stopped by ``abort()``; see ``pos_max`` for what was done.
+        """
+        _, lib = native.load()
+        n = len(tokens)
+        ids = np.asarray(tokens, dtype=np.int32)
+        positions = np.arange(first_pos, first_pos + n, dtype=np.int32)
+        sequences = np.zeros(n, dtype=np.int32)
+        wanted = np.asarray(want_logits, dtype=np.int8)
+        with self._use() as context:
+            native.check(
+                lib.pykvq_decode(
+                    context,
+                    int32_pointer(ids),
+                    int32_pointer(positions),
+                    int32_pointer(sequences),
+                    int8_pointer(wanted),
+                    n,
+                )
+            )
+
+    def logits(self, i: int = -1) -> FloatArray:
+        """A copy of the n_vocab logits of the i-th token of the last batch; -1 is the last one asked for.
+
+        Raises:
+            InvalidArgumentError: no logits were asked for that token.
+        """
+        _, lib = native.load()
+        with self._use() as context:
+            return self._floats(lib.pykvq_logits(context, i), self.model.info.n_vocab, f"logits of token {i}")
+
+    def embeddings(self, i: int) -> FloatArray:
+        """A copy of the n_embd embedding values of the i-th token of the last batch."""
+        _, lib = native.load()
+        with self._use() as context:
+            return self._floats(lib.pykvq_embeddings(context, i), self.model.info.n_embd, f"embedding of token {i}")
+
+    def pooled_embedding(self) -> FloatArray | None:
+        """A copy of the n_embd pooled embedding values of sequence 0, None where the model pools nothing."""
+        ffi, lib = native.load()
+        with self._use() as context:
+            pointer = lib.pykvq_embeddings_seq(context, 0)
+            if pointer == ffi.NULL:
+                return None
+            return self._floats(pointer, self.model.info.n_embd, "pooled embedding")
+
+    @staticmethod
+    def _floats(pointer: Any, n: int, what: str) -> FloatArray:
+        ffi, _ = native.load()
+        if pointer == ffi.NULL:
+            raise InvalidArgumentError(f"the {what} was not asked for in the last decode: evaluate the token first")
+        values: FloatArray = np.frombuffer(ffi.buffer(pointer, n * 4), dtype=np.float32).copy()
+        return values
+
+    def abort(self) -> None:
+        """Stops the running decode, or the next one, with AbortedError. Any thread may call it."""
+        _, lib = native.load()
+        with self._abort_lock:
+            if self._pointer is not None:
+                lib.pykvq_context_abort(self._pointer)
+
+    def clear_abort(self) -> None:
+        """Takes back an abort request that no decode has seen."""
+        _, lib = native.load()
+        with self._use() as context:
+            lib.pykvq_context_clear_abort(context)
+
+    def kv_clear(self) -> None:
+        """Empties the KV cache."""
+        _, lib = native.load()
+        with self._use() as context:
+            lib.pykvq_kv_clear(context)
+
+    def kv_remove(self, first_pos: int) -> None:
+        """Removes the tokens of sequence 0 from first_pos on.
+
+        Raises:
+            UnsupportedModelError: the model's state has no parts (recurrent models).
+        """
+        _, lib = native.load()
+        with self._use() as context:
+            native.check(lib.pykvq_kv_remove(context, 0, first_pos, -1))
+
+    def pos_min(self) -> int:
+        """The smallest position that sequence 0 holds, -1 if it is empty."""
+        _, lib = native.load()
+        with self._use() as context:
+            return int(lib.pykvq_kv_pos_min(context, 0))
+
+    def pos_max(self) -> int:
+        """The largest position that sequence 0 holds, -1 if it is empty."""
+        _, lib = native.load()
+        with self._use() as context:
+            return int(lib.pykvq_kv_pos_max(context, 0))
+
+    def save_state(self) -> bytes:
+        """The state of sequence 0 with its own header and checksum."""
+        ffi, lib = native.load()
+        size = ffi.new("size_t *")
+        with self._use() as context:
+            native.check(lib.pykvq_state_size(context, 0, size))
+            data = bytearray(size[0])
+            native.check(lib.pykvq_state_save(context, 0, ffi.from_buffer("uint8_t[]", data), len(data), size))
+            return bytes(memoryview(data)[: size[0]])
+
+    def load_state(self, data: bytes | memoryview) -> None:
+        """Replaces sequence 0 by a saved state.
+
+        Raises:
+            StateError: the state is damaged or of another model or KV type; the cache is as before.
+        """
+        ffi, lib = native.load()
+        with self._use() as context:
+            native.check(lib.pykvq_state_load(context, 0, ffi.from_buffer("uint8_t[]", data), len(data)))
+
+    def sample(self, sampler: Sampler) -> int:
+        """Draws a token from the logits of the last token that was evaluated."""
+        ffi, lib = native.load()
+        token = ffi.new("int32_t *")
+        with self._use() as context, sampler.use() as pointer:
+            native.check(lib.pykvq_sampler_sample(pointer, context, -1, token))
+        return int(token[0])
+
+
+class Sampler:
+    """A chain of samplers with its own random state and memory of the tokens drawn.
+
+    Raises:
+        InvalidArgumentError: a parameter is out of its range.
+    """
+
+    def __init__(self, model: Model, params: SamplingParams) -> None:
+        ffi, lib = native.load()
+        bias_tokens = np.array(list(params.logit_bias), dtype=np.int32)
+        bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        native_params = ffi.new("pykvq_sampler_params *", lib.pykvq_sampler_default_params())
+        fill_struct(native_params, params.native_fields())
+        native_params.n_logit_bias = len(bias_tokens)
+        native_params.logit_bias_tokens = int32_pointer(bias_tokens)
+        native_params.logit_bias_values = ffi.from_buffer("float[]", bias_values)
+        out = ffi.new("pykvq_sampler **")
+        with model.use() as pointer:
+            native.check(lib.pykvq_sampler_create(pointer, native_params, out))
+        self._handle = Handle("sampler", out[0], lib.pykvq_sampler_free)
+
+    def use(self) -> contextlib.AbstractContextManager[Any]:
+        """Holds the native pointer valid inside a with block."""
+        return self._handle.use()
+
+    def sample_logits(self, logits: FloatArray) -> int:
+        """Draws a token from n_vocab logits of the caller."""
+        ffi, lib = native.load()
+        values = np.ascontiguousarray(logits, dtype=np.float32)
+        token = ffi.new("int32_t *")
+        with self._handle.use() as pointer:
+            native.check(
+                lib.pykvq_sampler_sample_logits(pointer, ffi.from_buffer("float[]", values), len(values), token)
+            )
+        return int(token[0])
+
+    def close(self) -> None:
+        """Frees the sampler. Calling it again does nothing."""
+        handle = getattr(self, "_handle", None)
+        if handle is not None:
+            handle.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()

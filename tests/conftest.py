@@ -1,0 +1,15 @@
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct Q4_1: the file PYKVQ_TEST_MODEL_SMOLLM2 names, else the demo model, fetched if need be."""
+    given = os.environ.get("PYKVQ_TEST_MODEL_SMOLLM2")
+    if given:
+        return Path(given)
+    from pykvq import catalog
+
+    return catalog.fetch(catalog.default_model())
