@@ -29,7 +29,8 @@ endif()
 if(MSVC)
     list(APPEND PYKVQ_OWN_OPTIONS /W4)
 else()
-    list(APPEND PYKVQ_OWN_OPTIONS -Wall -Wextra)
+    # ggml's headers define static functions that not every file uses
+    list(APPEND PYKVQ_OWN_OPTIONS -Wall -Wextra -Wno-unused-function)
 endif()
 
 # Adds sources of ours to a target of llama.cpp. Only ours are compiled with warnings: we cannot act on others.

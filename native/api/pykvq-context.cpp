@@ -31,6 +31,47 @@ void require_params(const pykvq_context_params & params) {
     require_range("yarn_orig_ctx", params.yarn_orig_ctx, 0, 1 << 30);
 }
 
+// Reads and checks the tiers of the parameters; empty without.
+kvq_tier_config to_tier_config(const pykvq_model * model, const pykvq_context_params & params) {
+    kvq_tier_config config;
+    if (params.n_tiers == 0) {
+        return config;
+    }
+    require_range("n_tiers", params.n_tiers, 2, (int64_t) KVQ_MAX_TIERS);
+    require_range("n_sink", params.n_sink, 0, 1 << 20);
+    pykvq_require(params.tiers, "tiers");
+    if (params.flash_attn == 0) {
+        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "KV tiers need flash attention: leave flash_attn on or automatic");
+    }
+    if (const char * obstacle = kvq_model_tier_obstacle(model->model)) {
+        char arch[64];
+        llama_model_meta_val_str(model->model, "general.architecture", arch, sizeof(arch));
+        pykvq_throw(PYKVQ_STATUS_UNSUPPORTED,
+                    "KV tiers do not work with the architecture %s: %s; use f16, q8_0 or q4_0", arch, obstacle);
+    }
+    for (int32_t t = 0; t < params.n_tiers; ++t) {
+        const pykvq_kv_tier & tier = params.tiers[t];
+        const bool last            = t + 1 == params.n_tiers;
+        require_range("n_tokens of a tier", tier.n_tokens, t == 0 || last ? 0 : 1, 1 << 30);
+        config.tiers.push_back({ pykvq_kv_type(tier.type_k, "type_k of a tier"),
+                                 pykvq_kv_type(tier.type_v, "type_v of a tier"), (uint32_t) tier.n_tokens });
+    }
+    const auto is_half = [](ggml_type type) { return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16; };
+    if (!is_half(config.tiers[0].type_k) || !is_half(config.tiers[0].type_v)) {
+        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT,
+                    "the first tier holds the newest tokens and must be f16 or bf16, not %s/%s", params.tiers[0].type_k,
+                    params.tiers[0].type_v);
+    }
+    for (const kvq_tier_spec & tier : config.tiers) {
+        if (tier.type_k == GGML_TYPE_F32 || tier.type_v == GGML_TYPE_F32) {
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "a tier cannot be f32: flash attention reads f16 and smaller");
+        }
+    }
+    config.n_sink   = (uint32_t) params.n_sink;
+    config.n_ubatch = (uint32_t) std::min(params.n_ubatch, params.n_batch);
+    return config;
+}
+
 // A quantized row must be whole blocks a head, or llama.cpp could not look at one head of it.
 void require_head_dims(const pykvq_model * model, ggml_type type, const char * argument) {
     const kvq_model_shape shape = kvq_model_get_shape(model->model);
@@ -45,21 +86,17 @@ void require_head_dims(const pykvq_model * model, ggml_type type, const char * a
 }
 
 // Refused before anything is allocated: Linux would grant the memory and kill the process when it is filled.
-void require_memory(const pykvq_model * model, const llama_context_params & params) {
-    const kvq_kv_elements elements = kvq_model_kv_elements(model->model, params);
-    const double k_bytes   = (double) elements.k / ggml_blck_size(params.type_k) * ggml_type_size(params.type_k);
-    const double v_bytes   = (double) elements.v / ggml_blck_size(params.type_v) * ggml_type_size(params.type_v);
+void require_memory(const pykvq_model * model, const llama_context_params & params, const kvq_tier_config & tiers) {
+    const double bytes     = (double) kvq_model_kv_bytes(model->model, params, tiers);
     const double available = (double) pykvq_system_available_memory();
     const bool on_device   = params.offload_kqv && llama_supports_gpu_offload();
-    if (available > 0 && !on_device && k_bytes + v_bytes > available) {
+    if (available > 0 && !on_device && bytes > available) {
         const uint32_t n_ctx = params.n_ctx ? params.n_ctx : llama_model_n_ctx_train(model->model);
-        const double fits    = (double) n_ctx * available / (k_bytes + v_bytes);
-        pykvq_throw(
-            PYKVQ_STATUS_MEMORY,
-            "a KV cache of n_ctx %u (K %s, V %s) takes %.0f MiB and %.0f MiB are free: use n_ctx %d or less, or "
-            "a smaller KV type",
-            n_ctx, ggml_type_name(params.type_k), ggml_type_name(params.type_v), (k_bytes + v_bytes) / MIB,
-            available / MIB, std::max(256, (int) (0.9 * fits) / 256 * 256));
+        pykvq_throw(PYKVQ_STATUS_MEMORY,
+                    "the KV cache of n_ctx %u takes %.0f MiB and %.0f MiB are free: use n_ctx %d or less, or a smaller "
+                    "KV type",
+                    n_ctx, bytes / MIB, available / MIB,
+                    std::max(256, (int) (0.9 * n_ctx * available / bytes) / 256 * 256));
     }
 }
 
@@ -94,10 +131,52 @@ llama_context_params to_llama_params(const pykvq_context_params & params, ggml_t
     return result;
 }
 
+// Checked parameters in llama.cpp's terms.
+struct context_plan {
+    llama_context_params params;
+    kvq_tier_config tiers;  // empty without
+};
+
+context_plan make_plan(const pykvq_model * model, const pykvq_context_params & params) {
+    require_params(params);
+    context_plan plan;
+    plan.tiers        = to_tier_config(model, params);
+    const bool tiered = !plan.tiers.tiers.empty();
+    const auto type_k = tiered ? plan.tiers.tiers[0].type_k : pykvq_kv_type(params.type_k, "type_k");
+    const auto type_v = tiered ? plan.tiers.tiers[0].type_v : pykvq_kv_type(params.type_v, "type_v");
+    require_head_dims(model, type_k, "type_k");
+    require_head_dims(model, type_v, "type_v");
+    if (ggml_is_quantized(type_v) && params.flash_attn == 0) {
+        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT,
+                    "type_v=%s needs flash attention: leave flash_attn on or automatic, or use type_v=f16",
+                    params.type_v);
+    }
+    plan.params = to_llama_params(params, type_k, type_v);
+    if (tiered) {
+        // a batch must fit the room that the first tier keeps for new tokens
+        plan.params.n_batch         = plan.params.n_ubatch;
+        plan.params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+    }
+    return plan;
+}
+
+// What a saved state must agree in: "f16/f16" or "f16/f16:128+q4_ve/q4_ve, 4 sinks".
+std::string describe_layout(const context_plan & plan) {
+    if (plan.tiers.tiers.empty()) {
+        return pykvq_format("%s/%s", ggml_type_name(plan.params.type_k), ggml_type_name(plan.params.type_v));
+    }
+    std::string text;
+    for (const kvq_tier_spec & tier : plan.tiers.tiers) {
+        text += pykvq_format("%s%s/%s:%u", text.empty() ? "" : "+", ggml_type_name(tier.type_k),
+                             ggml_type_name(tier.type_v), tier.n_tokens);
+    }
+    return text + pykvq_format(", %u sinks", plan.tiers.n_sink);
+}
+
 bool on_abort_query(void * user_data) {
     auto * context = (pykvq_context *) user_data;
-    return context->abort.load(std::memory_order_relaxed) ||
-           (context->abort_fn && context->abort_fn(context->abort_data));
+    return !kvq_tiers_moving() && (context->abort.load(std::memory_order_relaxed) ||
+                                   (context->abort_fn && context->abort_fn(context->abort_data)));
 }
 
 void require_context(const pykvq_context * context) {
@@ -177,6 +256,7 @@ pykvq_context_params pykvq_context_default_params(void) {
     params.n_seq_max        = 1;
     params.type_k           = "f16";
     params.type_v           = "f16";
+    params.n_sink           = 4;
     params.flash_attn       = -1;
     params.pooling_type     = -1;
     params.rope_scaling     = -1;
@@ -195,28 +275,20 @@ pykvq_status pykvq_context_create(pykvq_model * model, const pykvq_context_param
         pykvq_require(model, "model");
         pykvq_require(params, "params");
         pykvq_require(context, "context");
-        require_params(*params);
-        if (model->vocab_only) {
-            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT,
-                        "the model was loaded with vocab_only: it has no weights to run");
+        if (model->vocab_only || model->metadata_only) {
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "the model was loaded with %s: it has no weights to run",
+                        model->vocab_only ? "vocab_only" : "metadata_only");
         }
-        const ggml_type type_k = pykvq_kv_type(params->type_k, "type_k");
-        const ggml_type type_v = pykvq_kv_type(params->type_v, "type_v");
-        require_head_dims(model, type_k, "type_k");
-        require_head_dims(model, type_v, "type_v");
-        if (ggml_is_quantized(type_v) && params->flash_attn == 0) {
-            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT,
-                        "type_v=%s needs flash attention: leave flash_attn on or automatic, or use type_v=f16",
-                        params->type_v);
-        }
-        const llama_context_params llama_params = to_llama_params(*params, type_k, type_v);
-        require_memory(model, llama_params);
+        const context_plan plan = make_plan(model, *params);
+        require_memory(model, plan.params, plan.tiers);
 
         auto result    = std::make_unique<pykvq_context>();
         result->model  = model;
-        result->type_k = params->type_k;
-        result->type_v = params->type_v;
-        result->ctx    = llama_init_from_model(model->model, llama_params);
+        result->layout = describe_layout(plan);
+        {
+            const kvq_tier_scope scope(plan.tiers.tiers.empty() ? nullptr : &plan.tiers);
+            result->ctx = llama_init_from_model(model->model, plan.params);
+        }
         if (!result->ctx) {
             const std::string reason = pykvq_logged_errors();
             const bool memory        = reason.find("alloc") != std::string::npos;
@@ -225,6 +297,24 @@ pykvq_status pykvq_context_create(pykvq_model * model, const pykvq_context_param
         }
         llama_set_abort_callback(result->ctx, on_abort_query, result.get());
         *context = result.release();
+    });
+}
+
+pykvq_status pykvq_predict_kv(const pykvq_model * model, const pykvq_context_params * params, int64_t * n_bytes,
+                              int64_t * n_bytes_f16) {
+    return pykvq_guard([&] {
+        pykvq_require(model, "model");
+        pykvq_require(params, "params");
+        pykvq_require(n_bytes, "n_bytes");
+        pykvq_require(n_bytes_f16, "n_bytes_f16");
+        if (model->vocab_only) {
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "the model was loaded with vocab_only: its sizes are not known");
+        }
+        const context_plan plan     = make_plan(model, *params);
+        llama_context_params as_f16 = plan.params;
+        as_f16.type_k = as_f16.type_v = GGML_TYPE_F16;
+        *n_bytes                      = kvq_model_kv_bytes(model->model, plan.params, plan.tiers);
+        *n_bytes_f16                  = kvq_model_kv_bytes(model->model, as_f16, {});
     });
 }
 
@@ -251,6 +341,26 @@ void pykvq_context_get_info(const pykvq_context * context, pykvq_context_info * 
     info->compute_bytes   = memory.compute_bytes;
     info->flash_attn      = memory.flash_attn;
     info->can_shift       = kv && llama_memory_can_shift(kv);
+}
+
+int32_t pykvq_context_tier_count(const pykvq_context * context) {
+    return (int32_t) kvq_context_get_tiers(context->ctx).size();
+}
+
+pykvq_status pykvq_context_get_tier(const pykvq_context * context, int32_t i, pykvq_tier_info * info) {
+    return pykvq_guard([&] {
+        require_context(context);
+        pykvq_require(info, "info");
+        const auto tiers = kvq_context_get_tiers(context->ctx);
+        require_range("i", i, 0, (int64_t) tiers.size() - 1);
+        const kvq_tier_use & tier = tiers[(size_t) i];
+        info->type_k              = ggml_type_name(tier.type_k);
+        info->type_v              = ggml_type_name(tier.type_v);
+        info->n_capacity          = (int32_t) tier.n_rows;
+        info->n_used              = (int32_t) tier.n_used;
+        info->n_bytes             = tier.n_bytes;
+        info->n_requantized       = tier.n_arrived;
+    });
 }
 
 void pykvq_context_set_threads(pykvq_context * context, int32_t n_threads, int32_t n_threads_batch) {

@@ -43,7 +43,8 @@ struct pykvq_model {
     llama_model * model       = nullptr;
     const llama_vocab * vocab = nullptr;
     std::string path;
-    bool vocab_only = false;
+    bool vocab_only    = false;
+    bool metadata_only = false;
 
     ~pykvq_model() { llama_model_free(model); }
 };
@@ -51,8 +52,7 @@ struct pykvq_model {
 struct pykvq_context {
     pykvq_model * model = nullptr;
     llama_context * ctx = nullptr;
-    std::string type_k;
-    std::string type_v;
+    std::string layout;                // the KV types and tiers, in words
     int32_t n_outputs = 0;             // of the last batch
     std::vector<int8_t> last_outputs;  // want_logits of the last batch
     std::vector<int32_t> n_seq_id;     // the shapes that llama_batch asks for

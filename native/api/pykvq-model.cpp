@@ -47,12 +47,14 @@ llama_model_params to_llama_params(const pykvq_model_params & params) {
     llama_model_params result          = llama_model_default_params();
     result.n_gpu_layers                = params.n_gpu_layers;
     result.main_gpu                    = params.main_gpu;
-    result.load_mode                   = params.use_mmap && params.use_mlock ? LLAMA_LOAD_MODE_MMAP_MLOCK :
+    result.load_mode                   = params.metadata_only                ? LLAMA_LOAD_MODE_NONE :
+                                         params.use_mmap && params.use_mlock ? LLAMA_LOAD_MODE_MMAP_MLOCK :
                                          params.use_mmap                     ? LLAMA_LOAD_MODE_MMAP :
                                          params.use_mlock                    ? LLAMA_LOAD_MODE_MLOCK :
                                                                                LLAMA_LOAD_MODE_NONE;
     result.vocab_only                  = params.vocab_only;
     result.check_tensors               = params.check_tensors;
+    result.no_alloc                    = params.metadata_only;
     result.progress_callback           = params.progress;
     result.progress_callback_user_data = params.progress_data;
     return result;
@@ -97,7 +99,7 @@ int32_t needed(int32_t result) {
 }  // namespace
 
 pykvq_model_params pykvq_model_default_params(void) {
-    return { -1, 0, true, false, false, false, nullptr, nullptr };
+    return { -1, 0, true, false, false, false, false, nullptr, nullptr };
 }
 
 pykvq_status pykvq_model_load(const char * path, const pykvq_model_params * params, pykvq_model ** model) {
@@ -121,9 +123,10 @@ pykvq_status pykvq_model_load(const char * path, const pykvq_model_params * para
         if (!result->model) {
             pykvq_throw(PYKVQ_STATUS_FORMAT, "cannot load '%s': %s", path, pykvq_logged_errors().c_str());
         }
-        result->vocab      = llama_model_get_vocab(result->model);
-        result->vocab_only = params->vocab_only;
-        *model             = result.release();
+        result->vocab         = llama_model_get_vocab(result->model);
+        result->vocab_only    = params->vocab_only;
+        result->metadata_only = params->metadata_only;
+        *model                = result.release();
     });
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr char MAGIC[8]     = { 'P', 'Y', 'K', 'V', 'Q', 'S', 'T', '\n' };
 constexpr uint32_t VERSION  = 1;
-constexpr size_t NAME_BYTES = 16;
+constexpr size_t NAME_BYTES = 192;
 constexpr size_t HASH_BYTES = 64;  // SHA-256 in hex
 
 // Little-endian on every machine we build for.
@@ -20,13 +20,12 @@ struct state_header {
     char magic[8];
     uint32_t version;
     int32_t whole;            // 1 for all sequences, 0 for one
-    char type_k[NAME_BYTES];  // NUL-terminated
-    char type_v[NAME_BYTES];
+    char layout[NAME_BYTES];  // KV types and tiers, NUL-terminated
     char model[HASH_BYTES];
     uint64_t payload_bytes;
-    char payload[HASH_BYTES];
+    char checksum[HASH_BYTES];  // of the header, with this field zero, and of the payload's SHA-256
 };
-static_assert(sizeof(state_header) == 184, "the header has no padding");
+static_assert(sizeof(state_header) == 344, "the header has no padding");
 
 // Tells models apart by what their KV cache depends on, without reading the weights.
 std::string model_fingerprint(const pykvq_model * model) {
@@ -43,16 +42,21 @@ std::string model_fingerprint(const pykvq_model * model) {
     return hash_sha256_hex(text.data(), text.size());
 }
 
+void set_checksum(state_header & header, const uint8_t * payload, size_t n_bytes) {
+    std::memset(header.checksum, 0, HASH_BYTES);
+    const std::string text = std::string((const char *) &header, sizeof(header)) + hash_sha256_hex(payload, n_bytes);
+    std::memcpy(header.checksum, hash_sha256_hex(text.data(), text.size()).data(), HASH_BYTES);
+}
+
 state_header make_header(const pykvq_context * context, bool whole, const uint8_t * payload, size_t n_bytes) {
     state_header header = {};
     std::memcpy(header.magic, MAGIC, sizeof(MAGIC));
     header.version = VERSION;
     header.whole   = whole;
-    std::strncpy(header.type_k, context->type_k.c_str(), NAME_BYTES - 1);
-    std::strncpy(header.type_v, context->type_v.c_str(), NAME_BYTES - 1);
+    std::strncpy(header.layout, context->layout.c_str(), NAME_BYTES - 1);
     std::memcpy(header.model, model_fingerprint(context->model).data(), HASH_BYTES);
     header.payload_bytes = n_bytes;
-    std::memcpy(header.payload, hash_sha256_hex(payload, n_bytes).data(), HASH_BYTES);
+    set_checksum(header, payload, n_bytes);
     return header;
 }
 
@@ -76,17 +80,17 @@ void check_header(const pykvq_context * context, bool whole, const uint8_t * dat
                             (unsigned long long) payload_size)
                    .c_str());
     }
-    const state_header expected = make_header(context, whole, payload, payload_size);
-    if (std::memcmp(found.payload, expected.payload, HASH_BYTES) != 0) {
+    state_header again = found;
+    set_checksum(again, payload, payload_size);
+    if (std::memcmp(found.checksum, again.checksum, HASH_BYTES) != 0) {
         refuse("its checksum is wrong, the data is damaged");
     }
+    const state_header expected = make_header(context, whole, payload, payload_size);
     if (std::memcmp(found.model, expected.model, HASH_BYTES) != 0) {
         refuse("it was saved with another model");
     }
-    if (std::memcmp(found.type_k, expected.type_k, NAME_BYTES) != 0 ||
-        std::memcmp(found.type_v, expected.type_v, NAME_BYTES) != 0) {
-        refuse(pykvq_format("it holds K %.15s and V %.15s, this context K %s and V %s", found.type_k, found.type_v,
-                            expected.type_k, expected.type_v)
+    if (std::memcmp(found.layout, expected.layout, NAME_BYTES) != 0) {
+        refuse(pykvq_format("it holds a KV cache of %.191s, this context one of %s", found.layout, expected.layout)
                    .c_str());
     }
     if (found.whole != expected.whole) {
@@ -121,6 +125,7 @@ void require_seq(const pykvq_context * context, int32_t seq_id) {
 pykvq_status pykvq_state_size(pykvq_context * context, int32_t seq_id, size_t * n_bytes) {
     return pykvq_guard([&] {
         require_seq(context, seq_id);
+        kvq_context_apply_pending(context->ctx);
         pykvq_require(n_bytes, "n_bytes");
         *n_bytes = sizeof(state_header) + payload_size(context, seq_id);
     });
@@ -130,6 +135,7 @@ pykvq_status pykvq_state_save(pykvq_context * context, int32_t seq_id, uint8_t *
                               size_t * n_written) {
     return pykvq_guard([&] {
         require_seq(context, seq_id);
+        kvq_context_apply_pending(context->ctx);
         pykvq_require(data, "data");
         pykvq_require(n_written, "n_written");
         const size_t needed = sizeof(state_header) + payload_size(context, seq_id);
@@ -151,14 +157,16 @@ pykvq_status pykvq_state_save(pykvq_context * context, int32_t seq_id, uint8_t *
 pykvq_status pykvq_state_load(pykvq_context * context, int32_t seq_id, const uint8_t * data, size_t n_bytes) {
     return pykvq_guard([&] {
         require_seq(context, seq_id);
+        kvq_context_apply_pending(context->ctx);
         pykvq_require(data, "data");
         check_header(context, seq_id < 0, data, n_bytes);
 
-        std::vector<uint8_t> backup(payload_size(context, seq_id));
-        backup.resize(payload_get(context, seq_id, backup.data(), backup.size()));
+        // of everything: other sequences may have been aged to make room
+        std::vector<uint8_t> backup(payload_size(context, -1));
+        backup.resize(payload_get(context, -1, backup.data(), backup.size()));
         if (payload_set(context, seq_id, data + sizeof(state_header), n_bytes - sizeof(state_header)) == 0) {
             const std::string reason = pykvq_logged_errors();
-            if (!backup.empty() && payload_set(context, seq_id, backup.data(), backup.size()) == 0) {
+            if (payload_set(context, -1, backup.data(), backup.size()) == 0) {
                 llama_memory_clear(llama_get_memory(context->ctx), false);
                 pykvq_throw(PYKVQ_STATUS_INTERNAL, "cannot load the state (%s), and the cache had to be cleared",
                             reason.c_str());

@@ -95,6 +95,7 @@ typedef struct pykvq_model_params {
     bool use_mmap;         // map the file instead of reading it
     bool use_mlock;        // keep the weights from being swapped
     bool vocab_only;       // tokenizer and metadata only, no weights
+    bool metadata_only;    // sizes too, still no weights: enough for pykvq_predict_kv
     bool check_tensors;    // refuse weights that hold non-finite values
     pykvq_progress_fn progress;
     void * progress_data;
@@ -162,6 +163,14 @@ PYKVQ_API bool pykvq_token_is_control(const pykvq_model * model, int32_t token);
 
 // --- context ---
 
+// Where tokens are kept from a certain age on. Tiers are listed youngest first; n_tokens of a sequence stay in each, the
+// last one takes what is left. The first one's n_tokens is the window.
+typedef struct pykvq_kv_tier {
+    const char * type_k;
+    const char * type_v;
+    int32_t n_tokens;
+} pykvq_kv_tier;
+
 typedef struct pykvq_context_params {
     int32_t n_ctx;      // tokens in all sequences together, 0 = the model's training context
     int32_t n_batch;    // most tokens a decode call takes
@@ -169,8 +178,11 @@ typedef struct pykvq_context_params {
     int32_t n_seq_max;  // sequences
     int32_t n_threads;  // 0 = the physical cores this process may use
     int32_t n_threads_batch;
-    const char * type_k;  // KV types by name
+    const char * type_k;  // KV types by name, when n_tiers is 0
     const char * type_v;
+    int32_t n_tiers;  // 0, or 2 to 4
+    const pykvq_kv_tier * tiers;
+    int32_t n_sink;         // with tiers: first tokens of a sequence, which never leave the first tier
     int32_t flash_attn;     // 1 on, 0 off, -1 automatic
     int32_t pooling_type;   // -1 from the model, 0 none, 1 mean, 2 cls, 3 last, 4 rank
     float rope_freq_base;   // 0 = from the model
@@ -187,6 +199,16 @@ typedef struct pykvq_context_params {
     bool swa_full;    // full-size cache for sliding-window layers
     bool kv_unified;  // one cache shared by all sequences
 } pykvq_context_params;
+
+// One tier as it is now.
+typedef struct pykvq_tier_info {
+    const char * type_k;
+    const char * type_v;
+    int32_t n_capacity;  // tokens
+    int32_t n_used;
+    int64_t n_bytes;        // K and V of all layers, as allocated
+    int64_t n_requantized;  // tokens that came down into it so far
+} pykvq_tier_info;
 
 typedef struct pykvq_context_info {
     int32_t n_ctx;
@@ -207,8 +229,14 @@ typedef struct pykvq_context_info {
 PYKVQ_API pykvq_context_params pykvq_context_default_params(void);
 PYKVQ_API pykvq_status pykvq_context_create(pykvq_model * model, const pykvq_context_params * params,
                                             pykvq_context ** context);
+// Bytes that the KV cache of such a context will take, and the same cache in F16. Recurrent state is not counted.
+PYKVQ_API pykvq_status pykvq_predict_kv(const pykvq_model * model, const pykvq_context_params * params,
+                                        int64_t * n_bytes, int64_t * n_bytes_f16);
 PYKVQ_API void pykvq_context_free(pykvq_context * context);
 PYKVQ_API void pykvq_context_get_info(const pykvq_context * context, pykvq_context_info * info);
+// 0 for a cache without tiers
+PYKVQ_API int32_t pykvq_context_tier_count(const pykvq_context * context);
+PYKVQ_API pykvq_status pykvq_context_get_tier(const pykvq_context * context, int32_t i, pykvq_tier_info * info);
 PYKVQ_API void pykvq_context_set_threads(pykvq_context * context, int32_t n_threads, int32_t n_threads_batch);
 
 // Computes n_tokens tokens. tokens, pos, seq_id and want_logits are arrays of n_tokens. A position must follow the last

@@ -20,13 +20,12 @@ static bool kvq_layer_has_kv(const llama_hparams & hparams, uint32_t il) {
     return hparams.has_kv(il) && !hparams.is_recr(il);
 }
 
-static kvq_kv_elements kvq_count_elements(const llama_hparams & hparams, kvq_cells cells) {
-    kvq_kv_elements result = { 0, 0 };
+static int64_t kvq_count_elements(const llama_hparams & hparams, kvq_cells cells) {
+    int64_t result = 0;
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         if (kvq_layer_has_kv(hparams, il)) {
-            const int64_t n = hparams.is_swa(il) ? cells.swa : cells.full;
-            result.k += n * hparams.n_embd_k_gqa(il);
-            result.v += hparams.is_mla() ? 0 : n * hparams.n_embd_v_gqa(il);
+            const int64_t n_embd = hparams.n_embd_k_gqa(il) + (hparams.is_mla() ? 0 : hparams.n_embd_v_gqa(il));
+            result += (hparams.is_swa(il) ? cells.swa : cells.full) * n_embd;
         }
     }
     return result;
@@ -47,38 +46,112 @@ kvq_model_shape kvq_model_get_shape(const llama_model * model) {
     return shape;
 }
 
+// Bytes of a layer's K or V over n rows, each head padded to whole blocks.
+static int64_t kvq_rows_bytes(ggml_type type, int64_t n_head, int64_t head_dim, int64_t n_rows) {
+    return n_rows * (int64_t) ggml_row_size(type, GGML_PAD(head_dim, ggml_blck_size(type)) * n_head);
+}
+
 // The paddings are those of llama_context and llama_kv_cache_iswa.
-kvq_kv_elements kvq_model_kv_elements(const llama_model * model, const llama_context_params & params) {
+int64_t kvq_model_kv_bytes(const llama_model * model, const llama_context_params & params,
+                           const kvq_tier_config & tiers) {
     const llama_hparams & hparams = model->hparams;
 
     const int64_t n_ctx     = GGML_PAD((int64_t) (params.n_ctx ? params.n_ctx : hparams.n_ctx_train), 256);
     const int64_t n_seq     = std::max<int64_t>(params.n_seq_max, 1);
     const int64_t n_streams = params.kv_unified ? 1 : n_seq;
     const int64_t n_cells   = params.kv_unified ? n_ctx : GGML_PAD(n_ctx / n_seq, 256);
+    const int64_t window    = (int64_t) hparams.n_swa * (params.kv_unified ? n_seq : 1) + params.n_ubatch;
+    const int64_t n_swa     = params.swa_full ? n_cells : GGML_PAD(std::min(n_cells, window), 256);
 
-    const int64_t window = (int64_t) hparams.n_swa * (params.kv_unified ? n_seq : 1) + params.n_ubatch;
-    const int64_t n_swa  = params.swa_full ? n_cells : GGML_PAD(std::min(n_cells, window), 256);
-    return kvq_count_elements(hparams, { n_cells * n_streams, n_swa * n_streams });
-}
-
-static int64_t kvq_cache_cells(const llama_kv_cache * cache) {
-    return (int64_t) cache->get_size() * cache->get_n_stream();
-}
-
-static kvq_cells kvq_memory_cells(const llama_memory_i * memory) {
-    if (const auto * cache = dynamic_cast<const llama_kv_cache *>(memory)) {
-        return { kvq_cache_cells(cache), kvq_cache_cells(cache) };
+    const std::vector<kvq_tier_spec> plain  = { { params.type_k, params.type_v, (uint32_t) n_cells } };
+    const std::vector<kvq_tier_spec> & used = tiers.tiers.empty() ? plain : tiers.tiers;
+    const std::vector<uint32_t> rows        = tiers.tiers.empty() ?
+                                                  std::vector<uint32_t>{ (uint32_t) n_cells } :
+                                                  kvq_tier_rows(tiers, (uint32_t) n_cells, (uint32_t) (n_seq / n_streams));
+    int64_t bytes                           = 0;
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        if (!kvq_layer_has_kv(hparams, il)) {
+            continue;
+        }
+        const int64_t n_head = hparams.n_head_kv(il);
+        const auto add       = [&](ggml_type type_k, ggml_type type_v, int64_t n_rows) {
+            bytes += n_streams * kvq_rows_bytes(type_k, n_head, hparams.n_embd_head_k(il), n_rows);
+            bytes +=
+                hparams.is_mla() ? 0 : n_streams * kvq_rows_bytes(type_v, n_head, hparams.n_embd_head_v(il), n_rows);
+        };
+        if (hparams.is_swa(il)) {
+            add(params.type_k, params.type_v, n_swa);
+            continue;
+        }
+        for (size_t t = 0; t < used.size(); t++) {
+            add(used[t].type_k, used[t].type_v, rows[t]);
+        }
     }
+    return bytes;
+}
+
+// The full-attention cache behind a context's memory, or NULL for a memory that we do not know.
+static const llama_kv_cache * kvq_memory_cache(const llama_memory_i * memory) {
     if (const auto * cache = dynamic_cast<const llama_kv_cache_iswa *>(memory)) {
-        return { kvq_cache_cells(cache->get_base()), kvq_cache_cells(cache->get_swa()) };
+        return cache->get_base();
     }
     if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
-        return kvq_memory_cells(hybrid->get_mem_attn());
+        return hybrid->get_mem_attn();
     }
     if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
-        return kvq_memory_cells(hybrid->get_mem_attn());
+        return hybrid->get_mem_attn()->get_base();
     }
-    return { 0, 0 };
+    return dynamic_cast<const llama_kv_cache *>(memory);
+}
+
+const char * kvq_model_tier_obstacle(const llama_model * model) {
+    const llama_hparams & hparams = model->hparams;
+    if (hparams.is_mla()) {
+        return "multi-head latent attention keeps no V";
+    }
+    if (hparams.indexer_top_k > 0) {
+        return "its sparse attention has an index of its own";
+    }
+    if (llama_model_has_encoder(model)) {
+        return "cross-attention is not supported";
+    }
+    if (model->arch == LLM_ARCH_GROK) {
+        return "it cannot use flash attention";
+    }
+    if (llama_model_is_recurrent(model)) {
+        return "it has no KV cache";
+    }
+    return nullptr;
+}
+
+void kvq_context_apply_pending(llama_context * ctx) {
+    ctx->synchronize();
+    ctx->memory_update(false);
+}
+
+std::vector<kvq_tier_use> kvq_context_get_tiers(const llama_context * ctx) {
+    const llama_kv_cache * cache = kvq_memory_cache(llama_get_memory(ctx));
+    return cache ? kvq_tiers::get_use_of(*cache) : std::vector<kvq_tier_use>();
+}
+
+// Cells that a cache of the same n_ctx has without tiers.
+static kvq_cells kvq_context_cells(const llama_context * ctx) {
+    const llama_memory_i * memory = llama_get_memory(ctx);
+    const llama_kv_cache * cache  = kvq_memory_cache(memory);
+    if (!cache) {
+        return { 0, 0 };
+    }
+    kvq_cells cells                  = { 0, 0 };
+    cells.full                       = (int64_t) llama_n_ctx_seq(ctx) * cache->get_n_stream();
+    cells.swa                        = cells.full;
+    const llama_kv_cache_iswa * iswa = dynamic_cast<const llama_kv_cache_iswa *>(memory);
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
+        iswa = hybrid->get_mem_attn();
+    }
+    if (iswa) {
+        cells.swa = (int64_t) iswa->get_swa()->get_size() * cache->get_n_stream();
+    }
+    return cells;
 }
 
 kvq_context_memory kvq_context_get_memory(const llama_context * ctx) {
@@ -87,9 +160,7 @@ kvq_context_memory kvq_context_get_memory(const llama_context * ctx) {
         result.kv_bytes += (int64_t) entry.second.context;
         result.compute_bytes += (int64_t) entry.second.compute;
     }
-    const kvq_cells cells          = kvq_memory_cells(llama_get_memory(ctx));
-    const kvq_kv_elements elements = kvq_count_elements(ctx->get_model().hparams, cells);
-    result.kv_elements             = elements.k + elements.v;
+    result.kv_elements = kvq_count_elements(ctx->get_model().hparams, kvq_context_cells(ctx));
     // what is no KV cache that we know how to count (recurrent state) is the same in any type
     result.kv_bytes_f16 = result.kv_elements > 0 ? 2 * result.kv_elements : result.kv_bytes;
     result.flash_attn   = ctx->get_cparams().flash_attn;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "kvq-tiers.h"
 #include "llama.h"
 
 #include <cstdint>
@@ -15,20 +16,25 @@ struct kvq_model_shape {
 
 LLAMA_API kvq_model_shape kvq_model_get_shape(const llama_model * model);
 
-struct kvq_kv_elements {
-    int64_t k;
-    int64_t v;
-};
+// Why this model's attention cannot run over tiers, or NULL.
+LLAMA_API const char * kvq_model_tier_obstacle(const llama_model * model);
 
-// Elements of a KV cache yet to be made, cells rounded as llama.cpp rounds them. Recurrent state is not counted.
-LLAMA_API kvq_kv_elements kvq_model_kv_elements(const llama_model * model, const llama_context_params & params);
+// Bytes of a KV cache yet to be made, with cells rounded as llama.cpp rounds them. Recurrent state is not counted.
+LLAMA_API int64_t kvq_model_kv_bytes(const llama_model * model, const llama_context_params & params,
+                                     const kvq_tier_config & tiers);
 
 struct kvq_context_memory {
     int64_t kv_bytes;       // KV cache and recurrent state, as allocated
     int64_t compute_bytes;  // scratch of the graphs
-    int64_t kv_bytes_f16;   // the same with K and V in F16
-    int64_t kv_elements;    // of K and V together
+    int64_t kv_bytes_f16;   // a cache of the same n_ctx with K and V in F16
+    int64_t kv_elements;    // of K and V of n_ctx tokens
     bool flash_attn;
 };
 
 LLAMA_API kvq_context_memory kvq_context_get_memory(const llama_context * ctx);
+
+// Does what kv_shift and kv_copy left for the next decode, so that the cache is as its book says.
+LLAMA_API void kvq_context_apply_pending(llama_context * ctx);
+
+// The tiers of a context's cache, empty if it has none.
+LLAMA_API std::vector<kvq_tier_use> kvq_context_get_tiers(const llama_context * ctx);
