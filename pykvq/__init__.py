@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from pykvq import errors
 from pykvq.errors import *  # noqa: F403
-from pykvq.kv_config import KVConfig, kv_presets
+from pykvq.kv_config import KVConfig, Tier, kv_presets
 
 if TYPE_CHECKING:
     from pykvq.llama import Llama
+    from pykvq.predict import predict_kv
 
-__all__ = ["KVConfig", "Llama", "__version__", "kv_presets", *errors.__all__]
+__all__ = ["KVConfig", "Llama", "Tier", "__version__", "kv_presets", "predict_kv", *errors.__all__]
 
 try:
     __version__ = metadata.version("pykvq")
@@ -25,8 +26,11 @@ except metadata.PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
 
 
+# these pull in numpy, jinja2 and the native library, which `pykvq-run --help` need not wait for
+_LAZY = {"Llama": "pykvq.llama", "predict_kv": "pykvq.predict"}
+
+
 def __getattr__(name: str) -> Any:
-    # Llama pulls in numpy, jinja2 and the native library, which `pykvq-run --help` need not wait for
-    if name == "Llama":
-        return import_module("pykvq.llama").Llama
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'pykvq' has no attribute {name!r}")

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pykvq import native
 from pykvq.errors import ClosedError, InvalidArgumentError
+from pykvq.kv_config import KVConfig
 
 # called with 0 to 1 while a model loads; returning False stops the load
 ProgressCallback = Callable[[float], "bool | None"]
@@ -96,6 +97,28 @@ def fill_struct(struct: Any, values: Mapping[str, FieldValue]) -> list[Any]:
             setattr(struct, name, keep_alive[-1] if isinstance(value, str) else value)
         except (TypeError, OverflowError) as error:
             raise InvalidArgumentError(f"{name}={value!r} is not a value for this parameter: {error}") from error
+    return keep_alive
+
+
+def context_params(kv: KVConfig, values: Mapping[str, FieldValue]) -> tuple[Any, list[Any]]:
+    """A filled ``pykvq_context_params`` and what it points to, which must be kept alive."""
+    ffi, lib = native.load()
+    struct = ffi.new("pykvq_context_params *", lib.pykvq_context_default_params())
+    return struct, [*fill_struct(struct, values), *_fill_kv_format(struct, kv)]
+
+
+def _fill_kv_format(struct: Any, kv: KVConfig) -> list[Any]:
+    ffi, _ = native.load()
+    if not kv.is_tiered:
+        return fill_struct(struct, {"type_k": kv.tiers[0].type_k, "type_v": kv.tiers[0].type_v})
+    tiers = ffi.new("pykvq_kv_tier[]", len(kv.tiers))
+    keep_alive: list[Any] = [tiers]
+    for i, tier in enumerate(kv.tiers):
+        values = {"type_k": tier.type_k, "type_v": tier.type_v, "n_tokens": tier.n_tokens}
+        keep_alive += fill_struct(tiers[i], values)
+    struct.n_tiers = len(kv.tiers)
+    struct.tiers = tiers
+    struct.n_sink = kv.n_sink
     return keep_alive
 
 

@@ -1,101 +1,169 @@
-"""Names of KV cache formats: the presets, and the form TYPE[/VTYPE] that gives K and V apart."""
+"""KV cache formats: the presets, and the form TYPE[/VTYPE][:TOKENS]+... that spells tiers out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pykvq.errors import InvalidArgumentError
 
-# every type that the native library can store a KV cache in, largest first
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "q4_ve", "q2_t")
+# every type that the native library can store a KV cache in, and its bits per element with scales
+KV_TYPE_BITS = {
+    "f32": 32.0,
+    "f16": 16.0,
+    "bf16": 16.0,
+    "q8_0": 8.5,
+    "q5_1": 6.0,
+    "q5_0": 5.5,
+    "q4_1": 5.0,
+    "q4_0": 4.5,
+    "iq4_nl": 4.5,
+    "q4_ve": 4.25,
+    "q2_t": 2.25,
+}
 _FLOAT_TYPES = ("f32", "f16", "bf16")
+_WINDOW_TYPES = ("f16", "bf16")
+_MAX_TIERS = 4
+_MAX_TOKENS = 2**30
 
-# preset -> (type of K, type of V)
 _PRESETS = {
-    "f16": ("f16", "f16"),
-    "bf16": ("bf16", "bf16"),
-    "q8_0": ("q8_0", "q8_0"),
-    "q4_0": ("q4_0", "q4_0"),
-    "q4_ve": ("q4_ve", "q4_ve"),
-    "q2_t": ("q2_t", "q2_t"),
-    "ultra4": ("q4_ve", "q4_ve"),
+    "f16": "f16",
+    "bf16": "bf16",
+    "q8_0": "q8_0",
+    "q4_0": "q4_0",
+    "q4_ve": "q4_ve",
+    "q2_t": "q2_t",
+    "ultra4": "f16:128+q4_ve",
+    "ultra2": "f16:128+q4_ve:16384+q2_t",
 }
 DEFAULT_PRESET = "ultra4"
+DEFAULT_SINKS = 4
+# room for new tokens, a part of the context: it is kept in the first tier's type
+_STAGING_SHARE = 32
+_MIN_MICRO_BATCH, _MAX_MICRO_BATCH = 64, 512
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Tokens of one age: the types of K and V, and how many tokens of a sequence; None is all that are left."""
+
+    type_k: str
+    type_v: str
+    n_tokens: int | None = None
+
+    def bits_per_element(self) -> float:
+        """Bits per element of K and V together, scales included."""
+        return (KV_TYPE_BITS[self.type_k] + KV_TYPE_BITS[self.type_v]) / 2
+
+    def __str__(self) -> str:
+        types = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
+        return types if self.n_tokens is None else f"{types}:{self.n_tokens}"
 
 
 @dataclass(frozen=True)
 class KVConfig:
-    """A KV cache format: the name it was asked for by, and the types of K and V."""
+    """A KV cache format: its tiers, youngest tokens first. One tier is a cache of one type throughout.
+
+    With several, the first ``n_sink`` tokens of a sequence never leave the first tier; its ``n_tokens`` is the window.
+    """
 
     name: str
-    type_k: str
-    type_v: str
+    tiers: tuple[Tier, ...]
+    n_sink: int = DEFAULT_SINKS
+
+    @property
+    def is_tiered(self) -> bool:
+        """Whether tokens change their type as they age."""
+        return len(self.tiers) > 1
 
     @property
     def needs_flash_attention(self) -> bool:
-        """Whether V is quantized, which only flash attention can read."""
-        return self.type_v not in _FLOAT_TYPES
+        """Whether only flash attention can read the cache: V is quantized, or there are tiers."""
+        return self.is_tiered or self.tiers[0].type_v not in _FLOAT_TYPES
 
-    def bits_per_element(self) -> float:
-        """Bits per element of K and V together, scales included, from the native block sizes."""
-        return (_bits_per_element(self.type_k) + _bits_per_element(self.type_v)) / 2
+    def micro_batch(self, n_ctx: int) -> int:
+        """Tokens to compute at once: fewer in short contexts with tiers, since they take room in the first tier."""
+        if not self.is_tiered:
+            return _MAX_MICRO_BATCH
+        share = max(n_ctx // _STAGING_SHARE, 1)
+        return min(_MAX_MICRO_BATCH, max(_MIN_MICRO_BATCH, 1 << (share.bit_length() - 1)))
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.tiers))
 
 
 def kv_presets() -> dict[str, KVConfig]:
     """All presets by name."""
-    return {name: KVConfig(name, type_k, type_v) for name, (type_k, type_v) in _PRESETS.items()}
+    return {name: KVConfig(name, _parse_tiers(tiers)) for name, tiers in _PRESETS.items()}
 
 
-def parse_kv_config(text: str, *, type_k: str | None = None, type_v: str | None = None) -> KVConfig:
-    """The format that ``text`` names: a preset, or TYPE[/VTYPE] such as "q8_0/q4_ve".
+def parse_kv_config(
+    value: str | KVConfig, *, type_k: str | None = None, type_v: str | None = None, n_sink: int = DEFAULT_SINKS
+) -> KVConfig:
+    """The format that ``value`` names.
 
     Args:
-        text: the name; upper and lower case are the same.
-        type_k, type_v: types that replace those of ``text``.
+        value: a KVConfig, a preset, or tiers such as "f16:128+q8_0:2048+q4_ve" or "q8_0/q4_ve" (K and V apart).
+        type_k, type_v: if given, a cache without tiers, of these types; the one left out is like the other.
+        n_sink: first tokens of a sequence that stay in the first tier.
 
     Raises:
-        InvalidArgumentError: an unknown name (the message lists the valid ones), or a tier list.
+        InvalidArgumentError: an unknown name or a list of tiers that makes no sense; the message lists the valid ones.
     """
-    if not isinstance(text, str):
-        raise InvalidArgumentError(f"kv_quant must be a name such as {DEFAULT_PRESET!r}, got {text!r}")
-    config = _parse(text)
-    if type_k is not None:
-        config = replace(config, type_k=_checked_type(type_k, "type_k"))
-    if type_v is not None:
-        config = replace(config, type_v=_checked_type(type_v, "type_v"))
     if type_k is not None or type_v is not None:
-        config = replace(config, name=f"{config.type_k}/{config.type_v}")
-    return config
+        tier = Tier(*(_checked_type(type_k or type_v, "type_k"), _checked_type(type_v or type_k, "type_v")))
+        return KVConfig(str(tier), (tier,))
+    if isinstance(value, KVConfig):
+        _check_tiers(str(value), value.tiers)
+        return value
+    if not isinstance(value, str):
+        raise InvalidArgumentError(f"kv_quant must be a name such as {DEFAULT_PRESET!r}, got {value!r}")
+    if not 0 <= n_sink <= _MAX_TOKENS:
+        raise InvalidArgumentError(f"n_sink must be between 0 and {_MAX_TOKENS} tokens, got {n_sink}")
+    name = value.strip().lower()
+    return KVConfig(name, _parse_tiers(_PRESETS.get(name, name), value), n_sink)
 
 
-def _parse(text: str) -> KVConfig:
-    name = text.strip().lower()
-    if "+" in name or ":" in name:
+def _parse_tiers(text: str, asked: str | None = None) -> tuple[Tier, ...]:
+    tiers = tuple(_parse_tier(part, text if asked is None else asked) for part in text.split("+"))
+    _check_tiers(text, tiers)
+    return tiers
+
+
+def _parse_tier(part: str, asked: str) -> Tier:
+    types, colon, count = part.partition(":")
+    type_k, slash, type_v = types.partition("/")
+    if type_k not in KV_TYPE_BITS or (slash and type_v not in KV_TYPE_BITS):
         raise InvalidArgumentError(
-            f"KV format {text!r} is a tier list, which this version does not support: "
-            f"use one of {', '.join(_PRESETS)}, or TYPE/VTYPE with types {', '.join(KV_TYPES)}"
+            f"unknown KV format {asked!r}: use one of {', '.join(_PRESETS)}, or tiers TYPE[/VTYPE][:TOKENS]+... "
+            f"with types {', '.join(KV_TYPE_BITS)}"
         )
-    if name in _PRESETS:
-        return kv_presets()[name]
-    type_k, separator, type_v = name.partition("/")
-    if type_k not in KV_TYPES or (separator and type_v not in KV_TYPES):
+    if colon and not (count.isascii() and count.isdigit() and int(count) <= _MAX_TOKENS):
+        raise InvalidArgumentError(f"KV tier {part!r}: {count!r} is not a number of tokens from 0 to {_MAX_TOKENS}")
+    return Tier(type_k, type_v if slash else type_k, int(count) if colon else None)
+
+
+def _check_tiers(text: str, tiers: tuple[Tier, ...]) -> None:
+    if not 1 <= len(tiers) <= _MAX_TIERS:
+        raise InvalidArgumentError(f"KV format {text!r} has {len(tiers)} tiers: give 1 to {_MAX_TIERS}")
+    if tiers[-1].n_tokens is not None:
         raise InvalidArgumentError(
-            f"unknown KV format {text!r}: use one of {', '.join(_PRESETS)}, "
-            f"or TYPE/VTYPE (K and V apart) with types {', '.join(KV_TYPES)}"
+            f"KV format {text!r}: the last tier takes all tokens that are left, so leave :{tiers[-1].n_tokens} away"
+            + (", or add a tier" if len(tiers) == 1 else "")
         )
-    return KVConfig(name, type_k, type_v if separator else type_k)
+    for older, younger in zip(tiers[1:], tiers, strict=False):
+        if younger.n_tokens is None or (younger.n_tokens == 0 and younger is not tiers[0]):
+            raise InvalidArgumentError(f"KV tier '{younger}' of {text!r} needs a number of tokens, as in f16:128+q4_ve")
+        if older.bits_per_element() > younger.bits_per_element():
+            raise InvalidArgumentError(
+                f"KV tier '{older}' of {text!r} is larger than '{younger}' before it: list tiers from large to small"
+            )
+    if len(tiers) > 1 and not {tiers[0].type_k, tiers[0].type_v} <= set(_WINDOW_TYPES):
+        raise InvalidArgumentError(
+            f"KV tier '{tiers[0]}' of {text!r} holds the newest tokens: it must be of {' or '.join(_WINDOW_TYPES)}"
+        )
 
 
-def _checked_type(name: str, argument: str) -> str:
-    if not isinstance(name, str) or name.lower() not in KV_TYPES:
-        raise InvalidArgumentError(f"{argument}={name!r} is not a KV type: use one of {', '.join(KV_TYPES)}")
+def _checked_type(name: object, argument: str) -> str:
+    if not isinstance(name, str) or name.lower() not in KV_TYPE_BITS:
+        raise InvalidArgumentError(f"{argument}={name!r} is not a KV type: use one of {', '.join(KV_TYPE_BITS)}")
     return name.lower()
-
-
-def _bits_per_element(type_name: str) -> float:
-    from pykvq import native  # loads the native library, which parsing a name does not need
-
-    _, lib = native.load()
-    raw_name = type_name.encode("ascii")
-    bits = 8 * int(lib.pykvq_kv_type_block_bytes(raw_name))
-    return bits / int(lib.pykvq_kv_type_block_size(raw_name))

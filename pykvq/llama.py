@@ -35,14 +35,17 @@ class Llama(LoadedModel):
 
     Args:
         model_path: the GGUF file.
-        kv_quant: the KV cache format: a preset (see ``pykvq.kv_presets()``) or TYPE/VTYPE such as "q8_0/q4_ve".
+        kv_quant: the KV cache format: a preset (see ``pykvq.kv_presets()``), tiers TYPE[/VTYPE][:TOKENS]+... such as
+            "f16:128+q8_0:2048+q4_ve", youngest tokens first, or a KVConfig.
+        n_sink: with tiers: first tokens of a sequence that keep the first tier's type.
         n_gpu_layers: layers kept on the GPU, -1 for all.
         main_gpu: the GPU to use.
         vocab_only: load the tokenizer and the metadata only.
         use_mmap, use_mlock: map the file; keep it from being swapped.
         seed: where the seeds of calls that name none come from; -1 draws it.
         n_ctx: tokens that prompt and answer may have together, 0 for the model's training context.
-        n_batch, n_ubatch: most prompt tokens that a native call takes, and that it computes at once.
+        n_batch, n_ubatch: most prompt tokens that a native call takes, and that it computes at once; None chooses. With
+            tiers both are the smaller of the two.
         n_threads, n_threads_batch: threads for single tokens and for prompts; None for the physical cores.
         rope_scaling_type, rope_freq_base, rope_freq_scale, yarn_*: position scaling; None or 0 leaves the model's.
         pooling_type: of embeddings: -1 the model's, 0 none, 1 mean, 2 cls, 3 last, 4 rank.
@@ -52,7 +55,7 @@ class Llama(LoadedModel):
         swa_full: keep all tokens in the cache of sliding-window layers.
         last_n_tokens_size: tokens of the answer that the penalties look back at, -1 for all.
         chat_template: a jinja2 template in place of the model's own.
-        type_k, type_v: names of KV types that replace those of ``kv_quant``.
+        type_k, type_v: names of KV types: a cache without tiers, in place of ``kv_quant``.
         verbose: print the native log to stderr (process-wide).
         progress: called with 0 to 1 during the load; returning False stops it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from pykvq import native
@@ -12,7 +13,7 @@ from pykvq.chat_template import ChatTemplate, Message
 from pykvq.engine import Engine
 from pykvq.errors import ChatTemplateError, ContextFullError, InvalidArgumentError
 from pykvq.handles import ProgressCallback
-from pykvq.kv_config import DEFAULT_PRESET, KVConfig, parse_kv_config
+from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KV_TYPE_BITS, KVConfig, parse_kv_config
 from pykvq.runtime import Context, Model
 
 # llama.cpp's value for "draw a seed"; -1 means the same
@@ -29,7 +30,8 @@ class LoadedModel:
         self,
         model_path: str | os.PathLike[str],
         *,
-        kv_quant: str = DEFAULT_PRESET,
+        kv_quant: str | KVConfig = DEFAULT_PRESET,
+        n_sink: int = DEFAULT_SINKS,
         n_gpu_layers: int = 0,
         main_gpu: int = 0,
         vocab_only: bool = False,
@@ -38,7 +40,7 @@ class LoadedModel:
         seed: int = RANDOM_SEED,
         n_ctx: int = 4096,
         n_batch: int = 512,
-        n_ubatch: int = 512,
+        n_ubatch: int | None = None,
         n_threads: int | None = None,
         n_threads_batch: int | None = None,
         rope_scaling_type: int | None = None,
@@ -62,8 +64,8 @@ class LoadedModel:
         verbose: bool = False,
         progress: ProgressCallback | None = None,
     ) -> None:
-        self._kv = parse_kv_config(kv_quant, type_k=type_k, type_v=type_v)
-        _check_sizes(n_ctx, n_batch, n_ubatch)
+        self._kv = parse_kv_config(kv_quant, type_k=type_k, type_v=type_v, n_sink=n_sink)
+        _check_sizes(n_ctx, n_batch, n_batch if n_ubatch is None else n_ubatch)
         _check_flash_attention(self._kv, flash_attn)
         self.model_path = os.fspath(model_path)
         self.verbose = verbose
@@ -85,16 +87,17 @@ class LoadedModel:
         )
         if vocab_only:
             return
+        if n_ubatch is None:
+            n_ubatch = self._kv.micro_batch(n_ctx or self._model.info.n_ctx_train)
         try:
             context = Context(
                 self._model,
+                self._kv,
                 n_ctx=n_ctx,
                 n_batch=n_batch,
                 n_ubatch=min(n_batch, n_ubatch),
                 n_threads=n_threads,
                 n_threads_batch=n_threads if n_threads_batch is None else n_threads_batch,
-                type_k=self._kv.type_k,
-                type_v=self._kv.type_v,
                 flash_attn={None: -1, False: 0, True: 1}[flash_attn],
                 pooling_type=pooling_type,
                 rope_freq_base=rope_freq_base,
@@ -225,27 +228,46 @@ class LoadedModel:
         """What the KV cache is and takes.
 
         Returns:
-            kv_quant, type_k, type_v: the format's name and types.
-            kv_bytes, kv_bytes_f16, ratio: bytes really allocated, those of the same cache in F16, and their quotient.
-            bits_per_element: bits per element of K and V, all included.
+            kv_quant, tiers_spec: the format's name, and its tiers as text.
+            kv_bytes, kv_bytes_f16, ratio: bytes really allocated, those of a cache of n_ctx in F16, and their quotient.
+            bits_per_element: bits per element of K and V of n_ctx tokens, all included: scales, sinks, window, room for
+                new tokens.
             n_ctx, n_tokens: room, and tokens held.
+            tiers: a dict each, youngest first: type_k, type_v, n_capacity and n_used in tokens, n_bytes,
+                bits_per_element, n_requantized (tokens that came down into it so far).
             flash_attn, attention_route: how attention is computed.
             compute_bytes: scratch memory of the computation.
         """
         info = self._engine.context.read_info()
-        kernel = "flash attention" if info.flash_attn else "attention"
+        tiers = [
+            {**asdict(tier), "bits_per_element": (KV_TYPE_BITS[tier.type_k] + KV_TYPE_BITS[tier.type_v]) / 2}
+            for tier in self._engine.context.read_tiers()
+        ]
+        if not tiers:
+            only = self._kv.tiers[0]
+            tiers = [
+                {
+                    "type_k": only.type_k,
+                    "type_v": only.type_v,
+                    "n_capacity": info.n_ctx,
+                    "n_used": self.n_tokens,
+                    "n_bytes": info.kv_bytes,
+                    "n_requantized": 0,
+                    "bits_per_element": only.bits_per_element(),
+                }
+            ]
         return {
             "kv_quant": self._kv.name,
-            "type_k": self._kv.type_k,
-            "type_v": self._kv.type_v,
+            "tiers_spec": str(self._kv),
             "kv_bytes": info.kv_bytes,
             "kv_bytes_f16": info.kv_bytes_f16,
             "ratio": info.kv_bytes / info.kv_bytes_f16 if info.kv_bytes_f16 else 1.0,
             "bits_per_element": 8 * info.kv_bytes / info.kv_elements if info.kv_elements else 0.0,
             "n_ctx": info.n_ctx_seq,
             "n_tokens": self.n_tokens,
+            "tiers": tiers,
             "flash_attn": info.flash_attn,
-            "attention_route": f"llama.cpp {kernel} (cpu)",
+            "attention_route": _attention_route(len(tiers), info.flash_attn),
             "compute_bytes": info.compute_bytes,
         }
 
@@ -348,9 +370,13 @@ def _check_sizes(n_ctx: int, n_batch: int, n_ubatch: int) -> None:
 
 def _check_flash_attention(kv: KVConfig, flash_attn: bool | None) -> None:
     if flash_attn is False and kv.needs_flash_attention:
-        raise InvalidArgumentError(
-            f"a KV cache with V in {kv.type_v} needs flash attention: leave flash_attn out, or take V in f16"
-        )
+        raise InvalidArgumentError(f"the KV format {kv} needs flash attention: leave flash_attn out, or take f16")
+
+
+def _attention_route(n_tiers: int, flash_attn: bool) -> str:
+    if n_tiers > 1:
+        return "pykvq tiered flash attention (cpu)"
+    return f"llama.cpp {'flash attention' if flash_attn else 'attention'} (cpu)"
 
 
 _Self = TypeVar("_Self", bound=LoadedModel)

@@ -24,11 +24,13 @@ from pykvq.handles import (
     Handle,
     ProgressCallback,
     ProgressGuard,
+    context_params,
     fill_struct,
     int8_pointer,
     int32_pointer,
     read_string,
 )
+from pykvq.kv_config import KVConfig
 from pykvq.sampling import SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
@@ -82,6 +84,18 @@ class ContextInfo:
     compute_bytes: int
     flash_attn: bool
     can_shift: bool
+
+
+@dataclass(frozen=True)
+class TierInfo:
+    """A tier of a KV cache as it is now, as ``pykvq_tier_info`` tells it; capacity and use in tokens."""
+
+    type_k: str
+    type_v: str
+    n_capacity: int
+    n_used: int
+    n_bytes: int
+    n_requantized: int
 
 
 class Model:
@@ -225,16 +239,16 @@ class Context:
 
     Args:
         model: the model to run.
+        kv: the KV cache format.
         params: fields of ``pykvq_context_params`` by name; None leaves the library's default.
 
     Raises:
         InvalidArgumentError, OutOfMemoryError, UnsupportedModelError.
     """
 
-    def __init__(self, model: Model, **params: FieldValue) -> None:
+    def __init__(self, model: Model, kv: KVConfig, **params: FieldValue) -> None:
         ffi, lib = native.load()
-        native_params = ffi.new("pykvq_context_params *", lib.pykvq_context_default_params())
-        keep_alive = fill_struct(native_params, params)
+        native_params, keep_alive = context_params(kv, params)
         self.model = model
         self._lock = threading.RLock()
         # guards the pointer against abort(), which cannot wait for the decode that holds _lock
@@ -258,6 +272,18 @@ class Context:
         with self._use() as context:
             lib.pykvq_context_get_info(context, info)
         return ContextInfo(**{field.name: getattr(info, field.name) for field in fields(ContextInfo)})
+
+    def read_tiers(self) -> list[TierInfo]:
+        """The tiers of the KV cache as they are now, empty for a cache without."""
+        ffi, lib = native.load()
+        info = ffi.new("pykvq_tier_info *")
+        result = []
+        with self._use() as context:
+            for i in range(lib.pykvq_context_tier_count(context)):
+                native.check(lib.pykvq_context_get_tier(context, i, info))
+                type_k, type_v = (ffi.string(name).decode("ascii") for name in (info.type_k, info.type_v))
+                result.append(TierInfo(type_k, type_v, info.n_capacity, info.n_used, info.n_bytes, info.n_requantized))
+        return result
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[Any]:

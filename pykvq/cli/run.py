@@ -16,7 +16,7 @@ import typer
 from pykvq import __version__
 from pykvq.cli.console import answer_summary, drop_stdout, interruptible, note, progress_bar, rate, write
 from pykvq.errors import InvalidArgumentError, PykvqError
-from pykvq.kv_config import DEFAULT_PRESET, KV_TYPES, kv_presets, parse_kv_config
+from pykvq.kv_config import DEFAULT_PRESET, KV_TYPE_BITS, kv_presets, parse_kv_config
 
 if TYPE_CHECKING:
     from pykvq.generation import Generation
@@ -66,9 +66,9 @@ def _parse(
         str,
         typer.Option(
             "--kv",
-            metavar="PRESET",
-            help=f"KV cache format: {', '.join(kv_presets())}, or TYPE/VTYPE for K and V apart "
-            f"({', '.join(KV_TYPES)}).",
+            metavar="PRESET|TIERS",
+            help=f"KV cache format: {', '.join(kv_presets())}, or tiers TYPE[/VTYPE][:TOKENS]+... from new tokens "
+            f"to old ones, as in f16:128+q8_0:2048+q4_ve ({', '.join(KV_TYPE_BITS)}).",
         ),
     ] = DEFAULT_PRESET,
     prompt: Annotated[

@@ -37,7 +37,10 @@ ffi = make_ffi()
 class FakeContext:
     def __init__(self, params):
         self.n_ctx = params.n_ctx or 2048
-        self.n_batch = params.n_batch
+        self.n_batch = min(params.n_batch, params.n_ubatch) if params.n_tiers else params.n_batch
+        self.tiers = [
+            [ffi.string(params.tiers[i].type_k), ffi.string(params.tiers[i].type_v)] for i in range(params.n_tiers)
+        ]
         self.tokens = []  # the KV cache: a token for each position
         self.logits = {}
         self.aborted = False
@@ -171,7 +174,7 @@ class FakeLib:
         return ffi.new("pykvq_context_params *", {"n_ctx": 4096, "n_batch": 512, "n_ubatch": 512, "flash_attn": -1})[0]
 
     def pykvq_context_create(self, model, params, out):
-        if ffi.string(params.type_k) == b"iq4_nl":
+        if not params.n_tiers and ffi.string(params.type_k) == b"iq4_nl":
             return self._fail(UNSUPPORTED, "type_k=iq4_nl does not go\nwith this model")
         context = FakeContext(params)
         self.contexts.append(context)
@@ -190,6 +193,17 @@ class FakeLib:
         info.kv_bytes_f16 = 2 * info.kv_elements
         info.kv_bytes = info.kv_elements * 17 // 32
         info.flash_attn = True
+
+    def pykvq_context_tier_count(self, pointer):
+        return len(self._get(pointer).tiers)
+
+    def pykvq_context_get_tier(self, pointer, i, info):
+        context = self._get(pointer)
+        self.keep += [ffi.new("char[]", name) for name in context.tiers[i]]
+        info.type_k, info.type_v = self.keep[-2:]
+        info.n_capacity = context.n_ctx
+        info.n_used = len(context.tokens) if i == 0 else 0
+        return OK
 
     def pykvq_decode(self, pointer, tokens, pos, seq_id, want, n):
         self.before_decode()

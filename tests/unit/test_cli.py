@@ -85,8 +85,11 @@ def test_the_length_of_an_answer(cli, reply):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--kv", "ultra5"], "unknown KV format 'ultra5': use one of f16, bf16, q8_0, q4_0, q4_ve, q2_t, ultra4"),
-        (["--kv", "f16:128+q4_ve"], "tier list, which this version does not support"),
+        (
+            ["--kv", "ultra5"],
+            "unknown KV format 'ultra5': use one of f16, bf16, q8_0, q4_0, q4_ve, q2_t, ultra4, ultra2",
+        ),
+        (["--kv", "f16+q4_ve"], "KV tier 'f16' of 'f16+q4_ve' needs a number of tokens, as in f16:128+q4_ve"),
         (["--ctx", "-1"], "--ctx -1 is out of range: give 0 (the model's training context) or 1 to 1073741824 tokens"),
         (["--ctx", "many"], "Invalid value for '--ctx'"),
         (["-n", "0"], "-n 0 is out of range: give -1 (until the context is full) or at least 1 token"),

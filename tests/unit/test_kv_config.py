@@ -1,30 +1,45 @@
 import pytest
 
-from pykvq import InvalidArgumentError, KVConfig, kv_presets
+from pykvq import InvalidArgumentError, KVConfig, Tier, kv_presets
 from pykvq.kv_config import parse_kv_config
 
 
 @pytest.mark.parametrize("name", ["f16", "bf16", "q8_0", "q4_0", "q4_ve", "q2_t"])
 def test_a_preset_of_a_type_has_it_for_k_and_v(name):
-    assert parse_kv_config(name) == KVConfig(name, name, name)
+    assert parse_kv_config(name) == KVConfig(name, (Tier(name, name),))
 
 
-def test_ultra4_is_q4_ve_in_this_version():
-    assert kv_presets()["ultra4"] == KVConfig("ultra4", "q4_ve", "q4_ve")
+def test_the_tiered_presets():
+    presets = kv_presets()
+    assert presets["ultra4"].tiers == (Tier("f16", "f16", 128), Tier("q4_ve", "q4_ve"))
+    assert presets["ultra2"].tiers == (Tier("f16", "f16", 128), Tier("q4_ve", "q4_ve", 16384), Tier("q2_t", "q2_t"))
 
 
 def test_k_and_v_apart():
-    assert parse_kv_config("Q8_0/q4_ve") == KVConfig("q8_0/q4_ve", "q8_0", "q4_ve")
-    assert parse_kv_config("iq4_nl") == KVConfig("iq4_nl", "iq4_nl", "iq4_nl")
+    assert parse_kv_config("Q8_0/q4_ve").tiers == (Tier("q8_0", "q4_ve"),)
 
 
-def test_types_replace_those_of_the_name():
-    assert parse_kv_config("ultra4", type_k="F16") == KVConfig("f16/q4_ve", "f16", "q4_ve")
-    with pytest.raises(InvalidArgumentError, match=r"type_v='q9' is not a KV type: use one of f32, f16"):
+def test_tiers_spelled_out():
+    config = parse_kv_config("f16:128+q8_0:2048+q8_0/q4_ve:16384+q2_t", n_sink=9)
+    assert config.tiers == (
+        Tier("f16", "f16", 128),
+        Tier("q8_0", "q8_0", 2048),
+        Tier("q8_0", "q4_ve", 16384),
+        Tier("q2_t", "q2_t"),
+    )
+    assert config.n_sink == 9
+    assert str(config) == "f16:128+q8_0:2048+q8_0/q4_ve:16384+q2_t"
+    assert parse_kv_config(config) is config
+
+
+def test_types_by_argument_make_a_cache_without_tiers():
+    assert parse_kv_config("ultra4", type_k="F16", type_v="q4_ve") == KVConfig("f16/q4_ve", (Tier("f16", "q4_ve"),))
+    assert parse_kv_config("ultra4", type_v="q8_0").tiers == (Tier("q8_0", "q8_0"),)
+    with pytest.raises(InvalidArgumentError, match=r"'q9' is not a KV type: use one of f32, f16"):
         parse_kv_config("ultra4", type_v="q9")
 
 
-@pytest.mark.parametrize("name", ["ultra5", "ultra2", "", "q8_0/", "/q8_0", "q8_0/ultra4", "f16/q8_0/q8_0"])
+@pytest.mark.parametrize("name", ["ultra5", "", "q8_0/", "/q8_0", "q8_0/ultra4", "f16/q8_0/q8_0", "f16:1+ultra4", "+"])
 def test_an_unknown_name_lists_the_valid_ones_in_one_line(name):
     with pytest.raises(InvalidArgumentError) as caught:
         parse_kv_config(name)
@@ -35,10 +50,33 @@ def test_an_unknown_name_lists_the_valid_ones_in_one_line(name):
         assert preset in text
 
 
-@pytest.mark.parametrize("name", ["f16:128+q4_ve", "f16+q4_ve", "q4_ve:100"])
-def test_a_tier_list_is_refused_by_that_name(name):
-    with pytest.raises(InvalidArgumentError, match="tier list, which this version does not support: use one of f16"):
-        parse_kv_config(name)
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ("f16+q4_ve", "'f16' of 'f16\\+q4_ve' needs a number of tokens"),
+        ("f16:128+q4_ve:0+q2_t", "'q4_ve:0' .* needs a number of tokens"),
+        ("f16:128+q4_ve:64", "the last tier takes all tokens that are left, so leave :64 away"),
+        ("q4_ve:100", "leave :100 away, or add a tier"),
+        ("f16:128+q2_t:64+q4_ve", "'q4_ve' .* is larger than 'q2_t:64' before it"),
+        ("q8_0:128+q4_ve", "'q8_0:128' .* holds the newest tokens: it must be of f16 or bf16"),
+        ("f16/q8_0:128+q4_ve", "holds the newest tokens"),
+        ("f32:128+q4_ve", "it must be of f16 or bf16"),
+        ("f16:1+f16:2+f16:3+f16:4+f16", "has 5 tiers: give 1 to 4"),
+        ("f16:-1+q4_ve", "'-1' is not a number of tokens"),
+        ("f16:99999999999+q4_ve", "is not a number of tokens from 0 to"),
+        ("f16:x+q4_ve", "'x' is not a number of tokens"),
+    ],
+)
+def test_tiers_that_make_no_sense(tiers, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        parse_kv_config(tiers)
+
+
+def test_a_config_made_by_hand_is_checked_too():
+    with pytest.raises(InvalidArgumentError, match="is larger than"):
+        parse_kv_config(KVConfig("mine", (Tier("f16", "f16", 1), Tier("q2_t", "q2_t", 1), Tier("q8_0", "q8_0"))))
+    with pytest.raises(InvalidArgumentError, match="has 0 tiers"):
+        parse_kv_config(KVConfig("mine", ()))
 
 
 def test_a_name_must_be_text():
@@ -46,11 +84,22 @@ def test_a_name_must_be_text():
         parse_kv_config(8)
 
 
-def test_only_a_quantized_v_needs_flash_attention():
+def test_a_negative_number_of_sinks():
+    with pytest.raises(InvalidArgumentError, match="n_sink must be between 0 and"):
+        parse_kv_config("ultra4", n_sink=-1)
+
+
+def test_what_needs_flash_attention():
     assert not parse_kv_config("q8_0/f16").needs_flash_attention
     assert parse_kv_config("f16/q8_0").needs_flash_attention
+    assert parse_kv_config("f16:64+f16").needs_flash_attention
 
 
-def test_bits_per_element_include_scales(lib):
-    assert parse_kv_config("f16").bits_per_element() == 16
-    assert parse_kv_config("q8_0/q4_ve").bits_per_element() == pytest.approx((8.5 + 4.25) / 2)
+def test_micro_batch_keeps_the_room_for_new_tokens_small():
+    ultra4 = parse_kv_config("ultra4")
+    assert [ultra4.micro_batch(n) for n in (1, 512, 4096, 8192, 10000, 131072)] == [64, 64, 128, 256, 256, 512]
+    assert parse_kv_config("q8_0").micro_batch(512) == 512
+
+
+def test_bits_per_element_include_scales():
+    assert parse_kv_config("q8_0/q4_ve").tiers[0].bits_per_element() == pytest.approx((8.5 + 4.25) / 2)

@@ -70,7 +70,7 @@ def test_a_context_that_fails_frees_the_model_and_its_error_is_one_line(lib, mod
         ({"n_ctx": -1}, "n_ctx must be 0"),
         ({"n_batch": 0}, "n_batch must be between 1"),
         ({"kv_quant": "ultra5"}, "unknown KV format 'ultra5'"),
-        ({"flash_attn": False}, "V in q4_ve needs flash attention"),
+        ({"flash_attn": False}, r"f16:128\+q4_ve needs flash attention"),
         ({"n_threads": 2**40}, "n_threads=1099511627776"),
         ({"n_threads": "two"}, "n_threads='two'"),
     ],
@@ -384,11 +384,38 @@ def test_metadata_and_description_are_complete(llm):
 def test_kv_info(llm):
     info = llm.kv_info()
     assert info["kv_quant"] == "ultra4"
-    assert (info["type_k"], info["type_v"]) == ("q4_ve", "q4_ve")
+    assert info["tiers_spec"] == "f16:128+q4_ve"
+    assert [(tier["type_k"], tier["bits_per_element"]) for tier in info["tiers"]] == [("f16", 16), ("q4_ve", 4.25)]
     assert info["bits_per_element"] == pytest.approx(4.25)
     assert info["ratio"] == pytest.approx(4.25 / 16)
-    assert info["attention_route"] == "llama.cpp flash attention (cpu)"
+    assert info["attention_route"] == "pykvq tiered flash attention (cpu)"
     assert info["n_ctx"] == 256
+
+
+def test_kv_info_without_tiers(lib, model_path):
+    with Llama(model_path, kv_quant="q8_0", n_ctx=256) as llm:
+        llm.eval([1, 2, 3])
+        info = llm.kv_info()
+    assert info["attention_route"] == "llama.cpp flash attention (cpu)"
+    assert [(tier["type_v"], tier["n_used"], tier["n_capacity"]) for tier in info["tiers"]] == [("q8_0", 3, 256)]
+
+
+def test_the_tiers_reach_the_native_side(lib, model_path, monkeypatch):
+    seen = {}
+    create = lib.pykvq_context_create
+
+    def spy(model, params, out):
+        tiers = [params.tiers[i] for i in range(params.n_tiers)]
+        seen["tiers"] = [
+            (fake_native.ffi.string(t.type_k), fake_native.ffi.string(t.type_v), t.n_tokens) for t in tiers
+        ]
+        seen.update(n_sink=params.n_sink, n_ubatch=params.n_ubatch)
+        return create(model, params, out)
+
+    monkeypatch.setattr(lib, "pykvq_context_create", spy)
+    Llama(model_path, kv_quant="f16:32+q8_0/q4_ve:99+q2_t", n_ctx=8192, n_sink=7).close()
+    assert seen["tiers"] == [(b"f16", b"f16", 32), (b"q8_0", b"q4_ve", 99), (b"q2_t", b"q2_t", 0)]
+    assert (seen["n_sink"], seen["n_ubatch"]) == (7, 256)
 
 
 def test_vocab_only(lib, model_path):
