@@ -59,8 +59,8 @@ def test_an_unknown_kv_format(smollm2_path):
         assert name in line
 
 
-def test_a_tier_list(smollm2_path):
-    assert "does not support" in fail(smollm2_path, *PROMPT, "--kv", "f16:128+q4_ve", code=2)
+def test_tiers_in_the_wrong_order(smollm2_path):
+    assert "from large to small" in fail(smollm2_path, *PROMPT, "--kv", "f16:128+q2_t:64+q4_ve", code=2)
 
 
 @pytest.mark.parametrize("ctx", ["-1", "1073741825", "x"])

@@ -5,23 +5,18 @@ import os
 
 import pytest
 
-from pykvq import AbortedError, Llama, ModelFileError, OutOfMemoryError, StateError, kv_presets, native
-from pykvq.kv_config import KV_TYPES, parse_kv_config
+from pykvq import AbortedError, Llama, ModelFileError, OutOfMemoryError, StateError, native
+from pykvq.kv_config import KV_TYPE_BITS
 from pykvq.runtime import Model
 
 
 def test_the_kv_types_are_those_of_the_library():
     ffi, lib = native.load()
     names = [ffi.string(lib.pykvq_kv_type_name(i)).decode() for i in range(lib.pykvq_kv_type_count())]
-    assert sorted(names) == sorted(KV_TYPES)
-
-
-def test_bits_per_element_of_the_presets():
-    bits = {name: config.bits_per_element() for name, config in kv_presets().items()}
-    assert (bits["f16"], bits["q8_0"], bits["q4_0"]) == (16, 8.5, 4.5)
-    assert bits["q4_ve"] <= 4.5
-    assert bits["q2_t"] <= 2.5
-    assert parse_kv_config("q8_0/q4_ve").bits_per_element() == (8.5 + bits["q4_ve"]) / 2
+    bits = [
+        8 * lib.pykvq_kv_type_block_bytes(name.encode()) / lib.pykvq_kv_type_block_size(name.encode()) for name in names
+    ]
+    assert dict(zip(names, bits, strict=True)) == KV_TYPE_BITS
 
 
 def test_kv_info_reports_real_bytes(smollm2_path):

@@ -1,0 +1,32 @@
+"""Pytest plugin: a tiny model, contexts with tiers on it, and the model that judges them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from native_api import Context, Model
+from reference_model import ReferenceModel
+from tier_context import N_CTX, N_UBATCH, TIERS, TINY
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(TINY.write(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
+
+
+@pytest.fixture(scope="session")
+def reference() -> ReferenceModel:
+    return ReferenceModel(TINY)
+
+
+@pytest.fixture
+def new_context(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Context]:
+    """Makes contexts that store K and V unrotated."""
+    monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", "1")
+
+    def new(tiers: str | None = TIERS, **params: Any) -> Context:
+        return Context(tiny_model, tiers, **{"n_ctx": N_CTX, "n_ubatch": N_UBATCH, "n_batch": N_UBATCH, **params})
+
+    return new
