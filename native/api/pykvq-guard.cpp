@@ -121,6 +121,29 @@ std::string library_folder() {
 }
 #endif
 
+// Bytes of the UTF-8 sequence at text[i], 0 if there is no valid one (overlong forms and surrogates are let through).
+size_t utf8_length(const std::string & text, size_t i) {
+    const auto lead    = (uint8_t) text[i];
+    const size_t bytes = lead < 0x80 ? 1 : lead >> 5 == 6 ? 2 : lead >> 4 == 14 ? 3 : lead >> 3 == 30 ? 4 : 0;
+    for (size_t j = 1; j < bytes; j++) {
+        if (i + j >= text.size() || (uint8_t) text[i + j] >> 6 != 2) {
+            return 0;
+        }
+    }
+    return bytes;
+}
+
+// One line of valid UTF-8: messages may quote bytes of a damaged file.
+void make_printable(std::string & text) {
+    for (size_t i = 0; i < text.size();) {
+        const size_t bytes = utf8_length(text, i);
+        if (bytes == 0 || (bytes == 1 && (uint8_t) text[i] < 0x20)) {
+            text[i] = bytes == 0 ? '?' : ' ';
+        }
+        i += bytes == 0 ? 1 : bytes;
+    }
+}
+
 // "function_name: text" -> "text"
 std::string without_function_name(const std::string & line) {
     const size_t colon = line.find(": ");
@@ -145,7 +168,7 @@ pykvq_guard_scope::~pykvq_guard_scope() {
 pykvq_status pykvq_fail(pykvq_status status, const char * message) noexcept {
     try {
         state.last_error = message;
-        std::replace(state.last_error.begin(), state.last_error.end(), '\n', ' ');
+        make_printable(state.last_error);
     } catch (...) {  // out of memory: the status alone must do
     }
     return status;

@@ -260,22 +260,22 @@ void kvq_tiers::build_shift(const llama_kv_cache & cache, const llama_cparams & 
     const layer & layer    = get_layer(il);
     const uint32_t n_cells = tiers.back().start + tiers.back().n_rows;
     for (size_t t = 0; t < tiers.size(); t++) {
+        // all streams at once: the amounts of this tier's cells, gathered from those of all cells
+        const int64_t n_rows = (int64_t) tiers[t].n_rows * n_stream;
+        ggml_tensor * amount = ggml_view_2d(ctx, shift, tiers[t].n_rows, n_stream, n_cells * sizeof(int32_t),
+                                            tiers[t].start * sizeof(int32_t));
+        amount               = ggml_reshape_1d(ctx, ggml_cont(ctx, amount), n_rows);
+
         ggml_tensor * k      = layer.k[t];
-        const size_t head    = k->nb[1] / layer.n_head;
         const int64_t padded = k->ne[0] / layer.n_head;
-        for (uint32_t s = 0; s < n_stream; s++) {
-            ggml_tensor * amount =
-                ggml_view_1d(ctx, shift, tiers[t].n_rows, ((size_t) s * n_cells + tiers[t].start) * sizeof(int32_t));
-            ggml_tensor * rows =
-                ggml_view_3d(ctx, k, padded, layer.n_head, tiers[t].n_rows, head, k->nb[1], s * k->nb[2]);
-            ggml_tensor * cur = ggml_cast(ctx, rows, GGML_TYPE_F32);
-            cur               = fit_heads(ctx, cur, layer.head_dim_k, layer.head_dim_k);
-            // keys are stored rotated, also in tiers that are not quantized
-            cur = rot ? llama_mul_mat_hadamard(ctx, cur, rot) : cur;
-            cur = cache.build_rope_shift(cparams, ctx, cur, amount, nullptr, factors, freq_base, freq_scale, il);
-            cur = rot ? llama_mul_mat_hadamard(ctx, cur, rot) : cur;
-            cur = fit_heads(ctx, cur, layer.head_dim_k, padded);
-            ggml_build_forward_expand(gf, ggml_cpy(ctx, cur, rows));
-        }
+        ggml_tensor * rows   = ggml_reshape_3d(ctx, k, padded, layer.n_head, n_rows);
+        ggml_tensor * cur    = ggml_cast(ctx, rows, GGML_TYPE_F32);
+        cur                  = fit_heads(ctx, cur, layer.head_dim_k, layer.head_dim_k);
+        // keys are stored rotated, also in tiers that are not quantized
+        cur = rot ? llama_mul_mat_hadamard(ctx, cur, rot) : cur;
+        cur = cache.build_rope_shift(cparams, ctx, cur, amount, nullptr, factors, freq_base, freq_scale, il);
+        cur = rot ? llama_mul_mat_hadamard(ctx, cur, rot) : cur;
+        cur = fit_heads(ctx, cur, layer.head_dim_k, padded);
+        ggml_build_forward_expand(gf, ggml_cpy(ctx, cur, rows));
     }
 }
