@@ -17,7 +17,9 @@ N_CTX = 512
 N_UBATCH = 16
 N_SINK = 4
 WINDOW = 32
-# rows of the tiers above
+# sequences with a stream each
+MANY_STREAMS = {"n_seq_max": 8, "n_ctx": 8 * N_CTX, "kv_unified": False, "n_ubatch": N_UBATCH}
+# rows of the first tier above
 FIRST_ROWS = N_SINK + WINDOW + N_UBATCH + 64
 LOGITS_LIMIT = 3e-4  # over the standard deviation of the logits, as in test_tiers_exact
 

@@ -35,13 +35,13 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module")
-def path_of(tmp_path_factory, smollm2_path):
+def path_of(tmp_path_factory, request):
     """The file of a tiny model, of SmolLM2, or of a model that an environment variable names."""
     folder = tmp_path_factory.mktemp("tiny")
 
     def path(name: str) -> Path:
         if name == "smollm2":
-            return smollm2_path
+            return request.getfixturevalue("smollm2_path")
         if name not in MODELS:
             variable = f"PYKVQ_TEST_MODEL_{name.upper()}"
             if variable not in os.environ:
