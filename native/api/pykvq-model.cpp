@@ -123,6 +123,10 @@ pykvq_status pykvq_model_load(const char * path, const pykvq_model_params * para
         if (!result->model) {
             pykvq_throw(PYKVQ_STATUS_FORMAT, "cannot load '%s': %s", path, pykvq_logged_errors().c_str());
         }
+        const std::string damage = params->vocab_only ? "" : kvq_model_find_damage(result->model);
+        if (!damage.empty()) {
+            pykvq_throw(PYKVQ_STATUS_FORMAT, "'%s' is damaged: %s", path, damage.c_str());
+        }
         result->vocab         = llama_model_get_vocab(result->model);
         result->vocab_only    = params->vocab_only;
         result->metadata_only = params->metadata_only;

@@ -31,6 +31,22 @@ static int64_t kvq_count_elements(const llama_hparams & hparams, kvq_cells cells
     return result;
 }
 
+std::string kvq_model_find_damage(const llama_model * model) {
+    const llama_hparams & hparams = model->hparams;
+    for (const float eps : { hparams.f_norm_eps, hparams.f_norm_rms_eps, hparams.f_norm_group_eps }) {
+        if (!(eps >= 0.0f && eps < 1.0f)) {
+            return "the epsilon of a normalisation is " + std::to_string(eps);
+        }
+    }
+    for (const auto & [name, tensor] : model->tensors_by_name) {
+        const bool norm = name.size() > 11 && name.compare(name.size() - 11, 11, "norm.weight") == 0;
+        if (norm && ggml_n_dims(tensor) == 1 && tensor->type != GGML_TYPE_F32) {
+            return "tensor '" + name + "' has type " + ggml_type_name(tensor->type) + " and must be f32";
+        }
+    }
+    return "";
+}
+
 kvq_model_shape kvq_model_get_shape(const llama_model * model) {
     const llama_hparams & hparams = model->hparams;
     kvq_model_shape shape         = { 0, 0, 0 };

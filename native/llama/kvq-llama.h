@@ -14,6 +14,9 @@ struct kvq_model_shape {
     int32_t head_dim_gcd;
 };
 
+// What in a loaded model would end the process in its first graph, since ggml checks it on a compute thread; "" if nothing.
+LLAMA_API std::string kvq_model_find_damage(const llama_model * model);
+
 LLAMA_API kvq_model_shape kvq_model_get_shape(const llama_model * model);
 
 // Why this model's attention cannot run over tiers, or NULL.
