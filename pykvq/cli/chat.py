@@ -47,6 +47,8 @@ class Chat:
                 self._answer(line)
         except PykvqError as error:
             note(f"error: {error}")
+        except (OSError, ValueError, RuntimeError, MemoryError) as error:  # a file name that cannot be used
+            note(f"error: {str(error) or type(error).__name__}")
 
     def _answer(self, text: str) -> None:
         messages = [*self.messages, {"role": "user", "content": text}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -15,7 +16,7 @@ import typer
 
 from pykvq import __version__
 from pykvq.cli.console import answer_summary, drop_stdout, interruptible, note, progress_bar, rate, write
-from pykvq.errors import InvalidArgumentError, PykvqError
+from pykvq.errors import AbortedError, InvalidArgumentError, PykvqError
 from pykvq.kv_config import DEFAULT_PRESET, KV_TYPE_BITS, kv_presets, parse_kv_config
 
 if TYPE_CHECKING:
@@ -152,12 +153,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Any failure is one line on stderr.
     """
     verbose = "--verbose" in (sys.argv[1:] if argv is None else argv)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     try:
         options = _command_line(argv)
         code = options if isinstance(options, int) else _run(options)
         sys.stdout.flush()
         return code
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort, AbortedError):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         drop_stdout()
