@@ -1,18 +1,22 @@
 """Each wrong use of pykvq-run gives one clear line and exit code 2 (usage) or 1, and never a signal or a traceback."""
 
 import os
+import shlex
+import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+COMMAND = [sys.executable, "-m", "pykvq.cli.run"]
 PROMPT = ["-p", "Hello", "-n", "1"]
 
 
 def fail(*arguments, code, **environment):
     """Runs the command, which must fail with ``code`` and one line; returns the line."""
     done = subprocess.run(
-        [sys.executable, "-m", "pykvq.cli.run", *map(str, arguments)],
+        [*COMMAND, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
@@ -133,3 +137,31 @@ def fetch_line(stderr):
     assert first.startswith("fetching the demo model SmolLM2")
     assert second.startswith("pykvq-run: error: ")
     return second
+
+
+@pytest.mark.parametrize("value", [struct.pack("<f", -1e-5), struct.pack("<f", float("nan"))], ids=["negative", "nan"])
+def test_an_epsilon_that_ggml_would_abort_on(smollm2_path, tmp_path, value):
+    data = bytearray(Path(smollm2_path).read_bytes())
+    key = b"llama.attention.layer_norm_rms_epsilon"
+    offset = data.index(key) + len(key) + 4  # behind the type of the value
+    data[offset : offset + 4] = value
+    damaged = tmp_path / "eps.gguf"
+    damaged.write_bytes(data)
+    assert "is damaged: the epsilon of a normalisation is" in fail(damaged, *PROMPT, "--threads", "2", code=1)
+
+
+def test_a_chat_survives_file_names_that_cannot_be_used(smollm2_path, tmp_path):
+    names = [tmp_path / "missing" / "x", "~nosuchuser/x", "x" * 5000]
+    script = "".join(f"/save {name}\n/load {name}\n" for name in names) + "/quit\n"
+    done = subprocess.run(
+        [*COMMAND, str(smollm2_path)], input=script, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0
+    assert done.stderr.count("error: ") == 2 * len(names)
+
+
+def test_a_closed_stdout_is_no_crash(smollm2_path):
+    command = " ".join(map(shlex.quote, [*COMMAND, str(smollm2_path), *PROMPT, "-n", "4"]))
+    done = subprocess.run(["sh", "-c", f"{command} >&-"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert "tokens/s" in done.stderr
