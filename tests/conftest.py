@@ -1,7 +1,11 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
+
+# a shell's background job ignores SIGINT, and so would the commands under test; a handler is not inherited, ignoring is
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
