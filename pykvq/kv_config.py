@@ -110,7 +110,7 @@ def parse_kv_config(
         InvalidArgumentError: an unknown name or a list of tiers that makes no sense; the message lists the valid ones.
     """
     if type_k is not None or type_v is not None:
-        tier = Tier(*(_checked_type(type_k or type_v, "type_k"), _checked_type(type_v or type_k, "type_v")))
+        tier = Tier(_checked_type(type_k or type_v, "type_k"), _checked_type(type_v or type_k, "type_v"))
         return KVConfig(str(tier), (tier,))
     if isinstance(value, KVConfig):
         _check_tiers(str(value), value.tiers)

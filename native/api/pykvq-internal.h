@@ -53,7 +53,6 @@ struct pykvq_context {
     pykvq_model * model = nullptr;
     llama_context * ctx = nullptr;
     std::string layout;                // the KV types and tiers, in words
-    int32_t n_outputs = 0;             // of the last batch
     std::vector<int8_t> last_outputs;  // want_logits of the last batch
     std::vector<int32_t> n_seq_id;     // the shapes that llama_batch asks for
     std::vector<int32_t> seq_id;

@@ -2,7 +2,6 @@
 
 #include "ggml-backend.h"
 
-#include <cmath>
 #include <cstring>
 
 namespace {
