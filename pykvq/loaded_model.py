@@ -376,7 +376,11 @@ def _check_flash_attention(kv: KVConfig, flash_attn: bool | None) -> None:
 def _attention_route(n_tiers: int, flash_attn: bool) -> str:
     if n_tiers > 1:
         return "pykvq tiered flash attention (cpu)"
-    return f"llama.cpp {'flash attention' if flash_attn else 'attention'} (cpu)"
+    if not flash_attn:
+        return "llama.cpp attention (cpu)"
+    # as native/cpu reads it, see kvq-cpu.h
+    owner = "llama.cpp" if os.environ.get("PYKVQ_FLASH_ATTN") == "ggml" else "pykvq"
+    return f"{owner} flash attention (cpu)"
 
 
 _Self = TypeVar("_Self", bound=LoadedModel)

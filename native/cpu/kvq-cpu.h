@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 
 struct ggml_compute_params;
@@ -16,10 +17,13 @@ extern "C" {
 void kvq_vec_dot_q4_ve_q8_0(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
 void kvq_vec_dot_q2_t_q8_0(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
 
-// GGML_OP_FLASH_ATTN_EXT whose K and V go on in src[5] and src[6], src[7] and src[8], src[9] and src[10]: the tiers of one
-// cache. The mask covers the cells of all of them in this order. A tier's head may be wider than the
-// query's: what stands behind is not read.
-void kvq_compute_forward_flash_attn_tiers(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+// GGML_OP_FLASH_ATTN_EXT. K and V may go on in src[5] and src[6], src[7] and src[8], src[9] and src[10]: the tiers of one
+// cache. The mask covers the cells of all of them in this order. A tier's head may be wider than the query's: what stands
+// behind is not read. PYKVQ_FLASH_ATTN=ggml in the environment leaves ops without tiers to ggml's own kernel, for
+// comparisons; PYKVQ_ATTENTION_SKIP=0 reads also what cannot matter (kvq-flash-attn.h says what that is).
+bool kvq_flash_attn_ext_supported(const struct ggml_tensor * dst);
+size_t kvq_flash_attn_ext_work_size(struct ggml_tensor * dst, int n_threads);
+void kvq_compute_forward_flash_attn_ext(const struct ggml_compute_params * params, struct ggml_tensor * dst);
 
 #ifdef __cplusplus
 }

@@ -30,7 +30,7 @@ def test_kv_info_reports_real_bytes(smollm2_path):
     assert info["bits_per_element"] == pytest.approx(4.25, rel=0.01)
     assert info["compute_bytes"] > 0
     assert info["flash_attn"]
-    assert info["attention_route"] == "llama.cpp flash attention (cpu)"
+    assert info["attention_route"] == "pykvq flash attention (cpu)"
 
 
 def test_information_about_the_model(llm):

@@ -1,4 +1,4 @@
-// GGML_OP_FLASH_ATTN_EXT over the tiers of a KV cache, against attention in double precision over the decoded rows.
+// GGML_OP_FLASH_ATTN_EXT over one tensor of any type or the tiers of a KV cache, against attention in double precision over the decoded rows.
 
 #include "check.h"
 #include "ggml-alloc.h"
@@ -7,12 +7,13 @@
 #include "ggml.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 enum class mask_kind {
     open,          // everything is visible
     causal,        // the last n_tokens cells are the tokens' own
-    block_hidden,  // causal, and the first tier's cells 32 to 95 are hidden from all
+    block_hidden,  // causal, and the first tier's cells 32 to 95 are hidden from all and hold NaN
     tier_hidden,   // causal, and a whole tier is hidden from all
     row_hidden,    // causal, and the first token sees nothing
     scattered,     // half the cells, drawn for each token
@@ -78,18 +79,24 @@ static tier_data make_tier(ggml_context * ctx, const attention_case & c, ggml_ty
 }
 
 // Random values; the padding behind a head and the rows that are not in use hold values that would show.
-static void fill_tier(tier_data & data, const attention_case & c, int64_t dim, int64_t n_rows) {
+static void fill_tier(tier_data & data, const attention_case & c, int64_t dim, int64_t n_rows, bool first) {
     ggml_tensor * tensor   = data.tensor;
     std::vector<float> all = random_normal((size_t) ggml_nelements(tensor));
     for (size_t i = 0; i < all.size(); i++) {
         const int64_t row = (int64_t) i / tensor->ne[0] % tensor->ne[1];
         if ((int64_t) i % data.padded >= dim || row >= n_rows) {
             all[i] = 3.0f;
+        } else if (first && c.mask == mask_kind::block_hidden && row >= 32 && row < 96) {
+            all[i] = NAN;
         }
     }
     std::vector<uint8_t> bytes(ggml_nbytes(tensor));
-    ggml_get_type_traits(tensor->type)->from_float_ref(all.data(), bytes.data(), (int64_t) all.size());
-    ggml_get_type_traits(tensor->type)->to_float(bytes.data(), all.data(), (int64_t) all.size());
+    if (tensor->type == GGML_TYPE_F32) {
+        std::memcpy(bytes.data(), all.data(), bytes.size());
+    } else {
+        ggml_get_type_traits(tensor->type)->from_float_ref(all.data(), bytes.data(), (int64_t) all.size());
+        ggml_get_type_traits(tensor->type)->to_float(bytes.data(), all.data(), (int64_t) all.size());
+    }
     ggml_backend_tensor_set(tensor, bytes.data(), 0, bytes.size());
     data.values.clear();
     for (int64_t s = 0; s < c.n_stream; s++) {
@@ -178,8 +185,12 @@ static std::vector<double> exact_row(const attention_case & c, const inputs & in
     const float * mask    = &in.mask[(size_t) ((stream * c.n_tokens + token) * n_kv)];
     std::vector<double> scores;
     std::vector<const float *> values;
+    int64_t cell = 0;
     for (size_t t = 0; t < c.tiers.size(); t++) {
-        for (int64_t row = 0; row < c.tiers[t].n_rows; row++) {
+        for (int64_t row = 0; row < c.tiers[t].n_rows; row++, cell++) {
+            if (mask[cell] == -INFINITY) {
+                continue;
+            }
             const float * k = row_of(in.k[t], c, c.tiers[t].n_rows, stream, row, head_kv);
             double score    = 0.0;
             for (int64_t d = 0; d < c.dim_k; d++) {
@@ -187,11 +198,11 @@ static std::vector<double> exact_row(const attention_case & c, const inputs & in
             }
             score /= std::sqrt((double) c.dim_k);
             score = c.softcap > 0.0f ? c.softcap * std::tanh(score / c.softcap) : score;
-            scores.push_back(score + slope_of(c, head) * mask[scores.size()]);
+            scores.push_back(score + slope_of(c, head) * mask[cell]);
             values.push_back(row_of(in.v[t], c, c.tiers[t].n_rows, stream, row, head_kv));
         }
     }
-    double max = *std::max_element(scores.begin(), scores.end());
+    double max = scores.empty() ? -INFINITY : *std::max_element(scores.begin(), scores.end());
     max        = c.sinks ? std::max(max, (double) in.sinks[(size_t) head]) : max;
     std::vector<double> out((size_t) c.dim_v, 0.0);
     if (max == -INFINITY) {
@@ -276,8 +287,8 @@ static std::pair<std::vector<float>, std::vector<float>> compute(const attention
     run.buffer = ggml_backend_alloc_ctx_tensors(ctx, run.backend);
 
     for (size_t t = 0; t < c.tiers.size(); t++) {
-        fill_tier(in.k[t], c, c.dim_k, c.tiers[t].n_rows);
-        fill_tier(in.v[t], c, c.dim_v, c.tiers[t].n_rows);
+        fill_tier(in.k[t], c, c.dim_k, c.tiers[t].n_rows, t == 0);
+        fill_tier(in.v[t], c, c.dim_v, c.tiers[t].n_rows, t == 0);
     }
     in.q    = random_normal((size_t) ggml_nelements(q));
     in.mask = make_mask(c);
@@ -313,15 +324,25 @@ static std::vector<tier_shape> mix(std::initializer_list<ggml_type> types, std::
     return tiers;
 }
 
+static const ggml_type F32   = GGML_TYPE_F32;
 static const ggml_type F16   = GGML_TYPE_F16;
 static const ggml_type BF16  = GGML_TYPE_BF16;
 static const ggml_type Q8_0  = GGML_TYPE_Q8_0;
 static const ggml_type Q4_0  = GGML_TYPE_Q4_0;
+static const ggml_type Q5_1  = GGML_TYPE_Q5_1;
 static const ggml_type Q4_VE = GGML_TYPE_Q4_VE;
 static const ggml_type Q2_T  = GGML_TYPE_Q2_T;
 
 static void test_types() {
     const std::vector<std::vector<tier_shape>> mixes = {
+        mix({ F32 }, { 300 }),
+        mix({ F16 }, { 300 }),
+        mix({ BF16 }, { 300 }),
+        mix({ Q8_0 }, { 300 }),
+        mix({ Q4_0 }, { 300 }),
+        mix({ Q5_1 }, { 300 }),
+        mix({ Q4_VE }, { 300 }),
+        mix({ Q2_T }, { 300 }),
         mix({ F16, Q4_VE }, { 100, 300 }),
         mix({ F16, Q2_T }, { 100, 300 }),
         mix({ F16, F16 }, { 100, 300 }),
@@ -332,7 +353,7 @@ static void test_types() {
         { { F16, BF16, 60 }, { Q2_T, Q8_0, 50 } },
     };
     for (const auto & tiers : mixes) {
-        for (const int64_t n_tokens : { 1, 6 }) {
+        for (const int64_t n_tokens : { 1, 6, 70 }) {
             attention_case c;
             c.tiers    = tiers;
             c.n_tokens = n_tokens;

@@ -392,11 +392,13 @@ def test_kv_info(llm):
     assert info["n_ctx"] == 256
 
 
-def test_kv_info_without_tiers(lib, model_path):
+def test_kv_info_without_tiers(lib, model_path, monkeypatch):
     with Llama(model_path, kv_quant="q8_0", n_ctx=256) as llm:
         llm.eval([1, 2, 3])
         info = llm.kv_info()
-    assert info["attention_route"] == "llama.cpp flash attention (cpu)"
+        monkeypatch.setenv("PYKVQ_FLASH_ATTN", "ggml")
+        assert llm.kv_info()["attention_route"] == "llama.cpp flash attention (cpu)"
+    assert info["attention_route"] == "pykvq flash attention (cpu)"
     assert [(tier["type_v"], tier["n_used"], tier["n_capacity"]) for tier in info["tiers"]] == [("q8_0", 3, 256)]
 
 

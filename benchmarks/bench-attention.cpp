@@ -1,0 +1,227 @@
+// Attention alone: time and bandwidth of GGML_OP_FLASH_ATTN_EXT by depth and cache type, llama.cpp's F16 kernel first,
+// all kinds in turn in one process, medians.
+//
+//   bench-attention [--heads 9] [--kv-heads 3] [--dim 64] [--tokens 1] [--threads 2] [--repeat 7] [--depth 4096,...]
+
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+#include "ggml.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+struct options {
+    int64_t heads    = 9;
+    int64_t kv_heads = 3;
+    int64_t dim      = 64;
+    int64_t tokens   = 1;
+    int threads      = 2;
+    int repeat       = 7;
+    std::vector<int64_t> depths{ 4096, 16384 };
+};
+
+struct tier {
+    ggml_type type;
+    int64_t rows;  // 0: what the other tiers leave
+};
+
+struct kind {
+    const char * name;
+    bool ggml_kernel;
+    std::vector<tier> tiers;
+};
+
+// Enough layers that K and V do not stay in a cache, as in a model.
+constexpr int64_t MIN_BYTES  = 64 << 20;
+constexpr int64_t MAX_LAYERS = 64;
+
+static const std::vector<kind> KINDS = {
+    { "f16 (llama.cpp)", true, { { GGML_TYPE_F16, 0 } } },
+    { "q8_0 (llama.cpp)", true, { { GGML_TYPE_Q8_0, 0 } } },
+    { "f16", false, { { GGML_TYPE_F16, 0 } } },
+    { "q8_0", false, { { GGML_TYPE_Q8_0, 0 } } },
+    { "q4_0", false, { { GGML_TYPE_Q4_0, 0 } } },
+    { "q4_ve", false, { { GGML_TYPE_Q4_VE, 0 } } },
+    { "q2_t", false, { { GGML_TYPE_Q2_T, 0 } } },
+    { "f16:128+q4_ve", false, { { GGML_TYPE_F16, 192 }, { GGML_TYPE_Q4_VE, 0 } } },
+};
+
+// One kind at one depth: a graph with as many attention ops as it takes to leave the caches.
+class attention_graph {
+public:
+    attention_graph(const options & o, const kind & k, int64_t depth) : is_ggml(k.ggml_kernel) {
+        n_layers = 1;
+        kv_bytes = 0;
+        for (const tier & t : k.tiers) {
+            kv_bytes += 2 * rows_of(k, t, depth) * (int64_t) ggml_row_size(t.type, o.dim * o.kv_heads);
+        }
+        n_layers = std::clamp<int64_t>(MIN_BYTES / kv_bytes, 1, MAX_LAYERS);
+        ctx =
+            ggml_init({ (size_t) (n_layers + 1) * 16 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true });
+        backend = ggml_backend_cpu_init();
+        ggml_backend_cpu_set_n_threads(backend, o.threads);
+        q     = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, o.dim, o.tokens, o.heads);
+        mask  = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, depth, o.tokens);
+        graph = ggml_new_graph(ctx);
+        for (int64_t l = 0; l < n_layers; l++) {
+            add_layer(o, k, depth);
+        }
+        buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
+        fill(o, depth);
+    }
+
+    ~attention_graph() {
+        ggml_backend_buffer_free(buffer);
+        ggml_backend_free(backend);
+        ggml_free(ctx);
+    }
+
+    // seconds a layer
+    double run() {
+        setenv("PYKVQ_FLASH_ATTN", is_ggml ? "ggml" : "pykvq", 1);
+        const auto start = std::chrono::steady_clock::now();
+        ggml_backend_graph_compute(backend, graph);
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / (double) n_layers;
+    }
+
+    int64_t kv_bytes;  // of a layer
+
+private:
+    static int64_t rows_of(const kind & k, const tier & t, int64_t depth) {
+        int64_t rest = depth;
+        for (const tier & other : k.tiers) {
+            rest -= other.rows;
+        }
+        return t.rows > 0 ? t.rows : rest;
+    }
+
+    ggml_tensor * view(const options & o, ggml_tensor * data) {
+        return ggml_view_3d(ctx, data, o.dim, data->ne[1], o.kv_heads, data->nb[1], data->nb[1] / o.kv_heads, 0);
+    }
+
+    void add_layer(const options & o, const kind & k, int64_t depth) {
+        ggml_tensor * op = nullptr;
+        for (size_t t = 0; t < k.tiers.size(); t++) {
+            const int64_t rows = rows_of(k, k.tiers[t], depth);
+            ggml_tensor * keys = ggml_new_tensor_2d(ctx, k.tiers[t].type, o.dim * o.kv_heads, rows);
+            ggml_tensor * vals = ggml_new_tensor_2d(ctx, k.tiers[t].type, o.dim * o.kv_heads, rows);
+            caches.push_back(keys);
+            caches.push_back(vals);
+            if (t == 0) {
+                op = ggml_flash_attn_ext(ctx, q, view(o, keys), view(o, vals), mask, 1.0f / std::sqrt((float) o.dim),
+                                         0.0f, 0.0f);
+                continue;
+            }
+            op->src[3 + 2 * t] = view(o, keys);
+            op->src[4 + 2 * t] = view(o, vals);
+        }
+        ggml_build_forward_expand(graph, op);
+    }
+
+    void fill(const options & o, int64_t depth) {
+        std::mt19937 rng(1);
+        std::normal_distribution<float> normal;
+        std::vector<float> values(4096 * 16);
+        for (float & x : values) {
+            x = normal(rng);
+        }
+        for (ggml_tensor * cache : caches) {
+            const size_t row = cache->nb[1];
+            const int64_t n  = std::min<int64_t>(cache->ne[1], (int64_t) values.size() / cache->ne[0]);
+            ggml_get_type_traits(cache->type)->from_float_ref(values.data(), cache->data, n * cache->ne[0]);
+            for (int64_t i = n; i < cache->ne[1]; i++) {
+                std::memcpy((char *) cache->data + i * row, (const char *) cache->data + i % n * row, row);
+            }
+        }
+        std::memcpy(q->data, values.data(), std::min(ggml_nbytes(q), values.size() * sizeof(float)));
+        ggml_fp16_t * m = (ggml_fp16_t *) mask->data;
+        for (int64_t t = 0; t < o.tokens; t++) {
+            for (int64_t i = 0; i < depth; i++) {
+                m[t * depth + i] = ggml_fp32_to_fp16(i <= depth - o.tokens + t ? 0.0f : -INFINITY);
+            }
+        }
+    }
+
+    bool is_ggml;
+    int64_t n_layers;
+    ggml_context * ctx;
+    ggml_backend_t backend;
+    ggml_backend_buffer_t buffer;
+    ggml_tensor * q;
+    ggml_tensor * mask;
+    ggml_cgraph * graph;
+    std::vector<ggml_tensor *> caches;
+};
+
+static double median(std::vector<double> x) {
+    std::sort(x.begin(), x.end());
+    return x[x.size() / 2];
+}
+
+static options parse(int argc, char ** argv) {
+    options o;
+    for (int i = 1; i + 1 < argc; i += 2) {
+        const std::string name = argv[i];
+        const int64_t value    = std::atoll(argv[i + 1]);
+        if (name == "--heads") {
+            o.heads = value;
+        } else if (name == "--kv-heads") {
+            o.kv_heads = value;
+        } else if (name == "--dim") {
+            o.dim = value;
+        } else if (name == "--tokens") {
+            o.tokens = value;
+        } else if (name == "--threads") {
+            o.threads = (int) value;
+        } else if (name == "--repeat") {
+            o.repeat = (int) value;
+        } else if (name == "--depth") {
+            o.depths.clear();
+            std::stringstream list(argv[i + 1]);
+            for (std::string item; std::getline(list, item, ',');) {
+                o.depths.push_back(std::max<int64_t>(256, std::atoll(item.c_str())));
+            }
+        } else {
+            std::fprintf(stderr, "unknown option %s\n", name.c_str());
+            std::exit(2);
+        }
+    }
+    return o;
+}
+
+int main(int argc, char ** argv) {
+    const options o = parse(argc, argv);
+    std::printf("heads %d, KV heads %d, head dim %d, tokens %d, threads %d; medians of %d\n", (int) o.heads,
+                (int) o.kv_heads, (int) o.dim, (int) o.tokens, o.threads, o.repeat);
+    std::printf("%8s  %-18s %12s %8s %8s\n", "depth", "cache", "us a layer", "ratio", "GB/s");
+    for (const int64_t depth : o.depths) {
+        std::vector<std::unique_ptr<attention_graph>> graphs;
+        std::vector<std::vector<double>> times(KINDS.size());
+        for (const kind & k : KINDS) {
+            graphs.push_back(std::make_unique<attention_graph>(o, k, depth));
+            graphs.back()->run();  // warm-up
+        }
+        for (int r = 0; r < o.repeat; r++) {
+            for (size_t i = 0; i < KINDS.size(); i++) {
+                times[i].push_back(graphs[i]->run());
+            }
+        }
+        const double base = median(times[0]);
+        for (size_t i = 0; i < KINDS.size(); i++) {
+            const double t = median(times[i]);
+            std::printf("%8d  %-18s %12.1f %8.2f %8.2f\n", (int) depth, KINDS[i].name, 1e6 * t, base / t,
+                        (double) graphs[i]->kv_bytes / t * 1e-9);
+        }
+    }
+    return 0;
+}
