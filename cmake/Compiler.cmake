@@ -28,7 +28,9 @@ endif()
 
 if(MSVC)
     list(APPEND PYKVQ_OWN_OPTIONS /W4)
+    set(PYKVQ_NO_CONTRACTION /fp:precise)
 else()
+    set(PYKVQ_NO_CONTRACTION -ffp-contract=off)
     # ggml's headers define static functions that not every file uses
     list(APPEND PYKVQ_OWN_OPTIONS -Wall -Wextra -Wno-unused-function)
 endif()

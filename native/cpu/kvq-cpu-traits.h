@@ -3,17 +3,16 @@
 #pragma once
 
 #include "kvq-cpu.h"
-#include "kvq-quants.h"
 
 #define KVQ_TYPE_TRAITS_CPU \
     [GGML_TYPE_Q4_VE] = { \
-        .from_float   = (ggml_from_float_t) kvq_quantize_row_q4_ve_ref, \
+        .from_float   = kvq_quantize_row_q4_ve, \
         .vec_dot      = kvq_vec_dot_q4_ve_q8_0, \
         .vec_dot_type = GGML_TYPE_Q8_0, \
         .nrows        = 1, \
     }, \
     [GGML_TYPE_Q2_T] = { \
-        .from_float   = (ggml_from_float_t) kvq_quantize_row_q2_t_ref, \
+        .from_float   = kvq_quantize_row_q2_t, \
         .vec_dot      = kvq_vec_dot_q2_t_q8_0, \
         .vec_dot_type = GGML_TYPE_Q8_0, \
         .nrows        = 1, \

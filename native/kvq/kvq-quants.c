@@ -1,39 +1,10 @@
 #include "kvq-quants.h"
 
+#include "kvq-codebooks.h"
+
 #include <assert.h>
 #include <math.h>
 #include <string.h>
-
-#define KVQ_HALF_NAN 0x7e00
-#define KVQ_HALF_MAX 65504.0f
-
-// One half of a symmetric codebook and the scales worth trying for it.
-typedef struct {
-    int n_levels;         // positive levels
-    float levels[8];      // ascending
-    float thresholds[8];  // halfway between neighbours: thresholds[i] separates levels[i] and levels[i + 1]
-    float ratio_min;      // scales tried: absmax / 127 * (ratio_min + i * ratio_step), i < n_ratios
-    float ratio_step;
-    int n_ratios;
-} kvq_codebook;
-
-static const kvq_codebook kvq_codebook_16 = {
-    .n_levels   = 8,
-    .levels     = { 6, 18, 31, 44, 58, 75, 96, 127 },
-    .thresholds = { 12, 24.5f, 37.5f, 51, 66.5f, 85.5f, 111.5f },
-    .ratio_min  = 0.50f,
-    .ratio_step = 0.05f,
-    .n_ratios   = 14,
-};
-
-static const kvq_codebook kvq_codebook_4 = {
-    .n_levels   = 2,
-    .levels     = { 38, 127 },
-    .thresholds = { 82.5f },
-    .ratio_min  = 0.30f,
-    .ratio_step = 0.05f,
-    .n_ratios   = 15,
-};
 
 // The nearest level of |x[i]| / scale, without gathers so that a compiler can vectorise it.
 static void kvq_block_round(const kvq_codebook * cb, const float * x, float inv_scale, float * q) {
@@ -49,18 +20,18 @@ static void kvq_block_round(const kvq_codebook * cb, const float * x, float inv_
     }
 }
 
-// sum |x| q and sum q q; eight partial sums, which a compiler turns into one vector
+// sum |x| q and sum q q; sixteen partial sums, so that a vectorised encoder adds in the same order
 static void kvq_block_dots(const float * x, const float * q, float * sum_xq, float * sum_qq) {
-    float xq[8] = { 0 };
-    float qq[8] = { 0 };
-    for (int i = 0; i < KVQ_BLOCK; i += 8) {
-        for (int j = 0; j < 8; j++) {
+    float xq[16] = { 0 };
+    float qq[16] = { 0 };
+    for (int i = 0; i < KVQ_BLOCK; i += 16) {
+        for (int j = 0; j < 16; j++) {
             xq[j] += fabsf(x[i + j]) * q[i + j];
             qq[j] += q[i + j] * q[i + j];
         }
     }
-    *sum_xq = ((xq[0] + xq[4]) + (xq[2] + xq[6])) + ((xq[1] + xq[5]) + (xq[3] + xq[7]));
-    *sum_qq = ((qq[0] + qq[4]) + (qq[2] + qq[6])) + ((qq[1] + qq[5]) + (qq[3] + qq[7]));
+    *sum_xq = kvq_add_partial_sums(xq);
+    *sum_qq = kvq_add_partial_sums(qq);
 }
 
 // The scale of least squared error. For given codes q the best scale is <x,q>/<q,q> and leaves |x|^2 - <x,q>^2/<q,q>,
@@ -103,7 +74,7 @@ static uint16_t kvq_block_encode(const kvq_codebook * cb, const float * x, uint8
     if (isnan(amax)) {
         return KVQ_HALF_NAN;
     }
-    if (amax < 127.0f * 0x1p-25f) {  // the scale would round to 0
+    if (amax < KVQ_SCALE_ZERO) {
         return 0;
     }
 

@@ -1,6 +1,7 @@
 // The reference codecs of the KV types: sizes, error limits, bits by hand, odd inputs, writes within bounds.
 
 #include "check.h"
+#include "ggml-cpu.h"
 #include "ggml.h"
 #include "kvq-quants.h"
 
@@ -220,7 +221,42 @@ static void test_sentinels() {
     }
 }
 
+// Blocks that a scale search or a vector's lanes could get wrong.
+static std::vector<std::vector<float>> awkward_blocks() {
+    std::vector<std::vector<float>> blocks;
+    const float odd[] = {
+        0.0f, -0.0f, 1e-38f, 1e-40f, 3e-6f, 1.0f, -65504.0f, 1e30f, FLT_MAX, INFINITY, -INFINITY, NAN
+    };
+    for (const float value : odd) {
+        blocks.emplace_back(KVQ_BLOCK, value);
+        for (const size_t place : { 0, 15, 16, 37, 63 }) {
+            blocks.push_back(random_normal(KVQ_BLOCK));
+            blocks.back()[place] = value;
+        }
+    }
+    for (int i = 0; i < 2000; i++) {
+        blocks.push_back(random_normal(KVQ_BLOCK, std::pow(10.0f, (float) (i % 12) - 7.0f)));
+        for (size_t j = 0; j < KVQ_BLOCK; j += (size_t) (1 + i % 7)) {
+            blocks.back()[j] *= (float) (i % 5);
+        }
+    }
+    return blocks;
+}
+
+// The CPU backend's encoder gives the reference's bytes.
+static void test_vectorised_encoder() {
+    for (const auto & t : TYPES) {
+        for (const std::vector<float> & x : awkward_blocks()) {
+            std::vector<uint8_t> data(ggml_row_size(t.type, KVQ_BLOCK));
+            ggml_get_type_traits_cpu(t.type)->from_float(x.data(), data.data(), KVQ_BLOCK);
+            CHECK(data == encode(t.type, x), "%s: block of %g, %g, ...", ggml_type_name(t.type), x[0], x[1]);
+        }
+    }
+}
+
 int main() {
+    ggml_cpu_init();
+    test_vectorised_encoder();
     test_sizes();
     test_error_limits();
     test_search_beats_absmax();

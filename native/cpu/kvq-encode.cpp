@@ -1,0 +1,152 @@
+// The encoders of the KV types, the scale search vectorised over the values of a block. Byte for byte what the reference
+// encoders of native/kvq give.
+
+#include "kvq-codebooks.h"
+#include "kvq-cpu.h"
+#include "kvq-quants.h"
+#include "kvq-simd.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace kvq {
+namespace {
+
+constexpr int VECTORS     = KVQ_BLOCK / LANES;
+constexpr int SUM_VECTORS = 16 / LANES;  // partial sums of each kind
+
+// The magnitudes of a block, and where the signs are.
+struct block_values {
+    vfloat magnitude[VECTORS];
+    vint negative[VECTORS];
+    float absmax;  // NaN if any value is not finite
+};
+
+block_values load_block(const float * x) {
+    block_values b;
+    vfloat largest = {};
+    vint broken    = {};
+    for (int i = 0; i < VECTORS; i++) {
+        const vint bits = (vint) load(x + i * LANES);
+        b.negative[i]   = bits < 0;
+        b.magnitude[i]  = (vfloat) (bits & 0x7fffffff);
+        broken |= (bits & 0x7f800000) == 0x7f800000;
+        largest = max(largest, b.magnitude[i]);
+    }
+    float lanes[LANES];
+    int32_t flags[LANES];
+    store(lanes, largest);
+    std::memcpy(flags, &broken, sizeof(flags));
+    const bool finite = std::none_of(flags, flags + LANES, [](int32_t f) { return f != 0; });
+    b.absmax          = finite ? *std::max_element(lanes, lanes + LANES) : NAN;
+    return b;
+}
+
+typedef float vfloat4 __attribute__((vector_size(16)));
+typedef float vfloat8 __attribute__((vector_size(32)));
+
+// kvq_add_partial_sums in registers
+float add_partial_sums(const vfloat * sums) {
+    vfloat8 halves[2];
+    vfloat4 quarters[2];
+    std::memcpy(halves, sums, sizeof(halves));
+    const vfloat8 eight = halves[0] + halves[1];
+    std::memcpy(quarters, &eight, sizeof(quarters));
+    const vfloat4 four = quarters[0] + quarters[1];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// The nearest level of each |x| / scale
+template <int N_LEVELS> vfloat nearest_level(const kvq_codebook & cb, vfloat scaled) {
+    vfloat level = splat(cb.levels[0]);
+#pragma GCC unroll 8
+    for (int t = 0; t + 1 < N_LEVELS; t++) {
+        const float step = cb.levels[t + 1] - cb.levels[t];
+        level += scaled >= cb.thresholds[t] ? splat(step) : vfloat{};
+    }
+    return level;
+}
+
+// unit: the magnitudes over absmax. See kvq_block_search_scale in kvq-quants.c.
+template <int N_LEVELS> float search_scale(const kvq_codebook & cb, const vfloat * unit) {
+    float best       = 1.0f / 127.0f;
+    float best_score = -1.0f;
+    for (int r = 0; r < cb.n_ratios; r++) {
+        const float inverse    = 1.0f / ((cb.ratio_min + (float) r * cb.ratio_step) / 127.0f);
+        vfloat xq[SUM_VECTORS] = {};
+        vfloat qq[SUM_VECTORS] = {};
+#pragma GCC unroll 16
+        for (int i = 0; i < VECTORS; i++) {
+            const vfloat level = nearest_level<N_LEVELS>(cb, unit[i] * inverse);
+            xq[i % SUM_VECTORS] += unit[i] * level;
+            qq[i % SUM_VECTORS] += level * level;
+        }
+        const float sum_xq = add_partial_sums(xq);
+        const float sum_qq = add_partial_sums(qq);
+        const float score  = sum_xq * sum_xq / sum_qq;
+        if (score > best_score) {
+            best_score = score;
+            best       = sum_xq / sum_qq;
+        }
+    }
+    return best;
+}
+
+// Writes the 64 codes of a block (0 is the lowest level) and returns its scale as a half.
+template <int N_LEVELS> uint16_t encode_block(const kvq_codebook & cb, const float * x, uint8_t * codes) {
+    block_values b = load_block(x);
+    std::memset(codes, N_LEVELS, KVQ_BLOCK);
+    if (std::isnan(b.absmax)) {
+        return KVQ_HALF_NAN;
+    }
+    if (b.absmax < KVQ_SCALE_ZERO) {
+        return 0;
+    }
+    for (vfloat & magnitude : b.magnitude) {
+        magnitude /= b.absmax;
+    }
+    const float scale  = std::min(search_scale<N_LEVELS>(cb, b.magnitude) * b.absmax, KVQ_HALF_MAX);
+    const uint16_t d   = ggml_fp32_to_fp16(scale);
+    const float d_unit = ggml_fp16_to_fp32(d) / b.absmax;
+    if (d_unit == 0.0f) {
+        return d;
+    }
+    for (int i = 0; i < VECTORS; i++) {
+        const vfloat scaled = b.magnitude[i] / d_unit;
+        vint level          = {};
+        for (int t = 0; t + 1 < N_LEVELS; t++) {
+            level -= scaled >= cb.thresholds[t];  // true is -1
+        }
+        const vint code = b.negative[i] ? N_LEVELS - 1 - level : N_LEVELS + level;
+        for (int j = 0; j < LANES; j++) {
+            codes[i * LANES + j] = (uint8_t) code[j];
+        }
+    }
+    return d;
+}
+
+}  // namespace
+}  // namespace kvq
+
+void kvq_quantize_row_q4_ve(const float * x, void * y, int64_t k) {
+    block_q4_ve * blocks = (block_q4_ve *) y;
+    for (int64_t b = 0; b < k / KVQ_BLOCK; b++) {
+        uint8_t codes[KVQ_BLOCK];
+        blocks[b].d = kvq::encode_block<8>(kvq_codebook_16, x + b * KVQ_BLOCK, codes);
+        for (int i = 0; i < KVQ_BLOCK / 2; i++) {
+            blocks[b].qs[i] = (uint8_t) (codes[i] | codes[i + KVQ_BLOCK / 2] << 4);
+        }
+    }
+}
+
+void kvq_quantize_row_q2_t(const float * x, void * y, int64_t k) {
+    block_q2_t * blocks = (block_q2_t *) y;
+    for (int64_t b = 0; b < k / KVQ_BLOCK; b++) {
+        uint8_t codes[KVQ_BLOCK];
+        blocks[b].d = kvq::encode_block<2>(kvq_codebook_4, x + b * KVQ_BLOCK, codes);
+        for (int i = 0; i < KVQ_BLOCK / 4; i++) {
+            blocks[b].qs[i] = (uint8_t) (codes[i] | codes[i + 16] << 2 | codes[i + 32] << 4 | codes[i + 48] << 6);
+        }
+    }
+}
