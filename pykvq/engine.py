@@ -7,8 +7,8 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 
-from pykvq.errors import StateError, UnsupportedModelError
-from pykvq.runtime import Context, Model
+from pykvq.errors import InvalidArgumentError, StateError, UnsupportedModelError
+from pykvq.runtime import Buffer, Context, Model
 from pykvq.turn import Turn
 
 # a saved state: this line, the CRC-32 of all after it, the length of the JSON part, the JSON part, the native state
@@ -116,19 +116,22 @@ class Engine:
         checksum = zlib.crc32(body)
         return _STATE_MAGIC + _STATE_HEADER.pack(checksum, len(header)) + body
 
-    def load_state(self, data: bytes) -> None:
+    def load_state(self, data: Buffer) -> None:
         """Replaces the tokens and the KV cache by saved ones.
 
         Raises:
             StateError: damaged, or of another model or KV type; nothing is changed then.
+            InvalidArgumentError: not bytes.
         """
-        tokens, native_state = _parse_state(data)
+        tokens, native_state = _parse_state(data, self.model.info.n_vocab)
         self.sync()
+        before = self.context.save_state()
         self.context.load_state(native_state)
+        n_held = self.context.pos_max() + 1
+        if n_held != len(tokens):
+            self.context.load_state(before)
+            raise StateError(f"the saved state lists {len(tokens)} tokens and holds {n_held}: nothing was changed")
         self.tokens = tokens
-        if self.context.pos_max() + 1 != len(tokens):
-            self.reset()
-            raise StateError(f"the saved state lists {len(tokens)} tokens but holds another number: it is unusable")
 
     def close(self) -> None:
         """Stops what is running and frees the context and the model."""
@@ -137,14 +140,28 @@ class Engine:
         self.model.close()
 
 
-def _parse_state(data: bytes) -> tuple[list[int], memoryview]:
+def _parse_state(data: Buffer, n_vocab: int) -> tuple[list[int], memoryview]:
     """The tokens and the native state in saved bytes, both checked as far as can be without the context."""
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError as error:
+        raise InvalidArgumentError(f"a state is contiguous bytes, got {type(data).__name__}: {error}") from error
     offset = len(_STATE_MAGIC) + _STATE_HEADER.size
-    if len(data) < offset or not data.startswith(_STATE_MAGIC):
+    if len(view) < offset or view[: len(_STATE_MAGIC)] != _STATE_MAGIC:
         raise StateError("this is not a state that pykvq saved")
-    checksum, header_length = _STATE_HEADER.unpack_from(data, len(_STATE_MAGIC))
-    body = memoryview(data)[offset:]
+    checksum, header_length = _STATE_HEADER.unpack_from(view, len(_STATE_MAGIC))
+    body = view[offset:]
     if zlib.crc32(body) != checksum:
         raise StateError("the saved state is damaged or cut short: its checksum does not match")
-    tokens = json.loads(bytes(body[:header_length]))["tokens"]
-    return [int(token) for token in tokens], body[header_length:]
+    return _parse_tokens(bytes(body[:header_length]), n_vocab), body[header_length:]
+
+
+def _parse_tokens(header: bytes, n_vocab: int) -> list[int]:
+    """The token ids in the JSON part of a saved state."""
+    try:
+        tokens = json.loads(header)["tokens"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StateError(f"the saved state is damaged: its list of tokens cannot be read ({error!r})") from error
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < n_vocab for token in tokens):
+        raise StateError(f"the saved state is damaged: its tokens are no list of ids below {n_vocab}")
+    return tokens

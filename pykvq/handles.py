@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,44 @@ class Handle:
                 return
             pointer, self._pointer = self._pointer, None
         self._free(pointer)
+
+
+_Self = TypeVar("_Self", bound="Closeable")  # typing.Self needs Python 3.11
+
+
+class Closeable:
+    """What owns native memory: freed by ``close()``, at the end of a with block, or by garbage collection.
+
+    ``close`` may be called again, and on an object whose constructor failed.
+    """
+
+    def close(self) -> None:
+        """Frees what is owned."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+class HandleOwner(Closeable):
+    """An object that is one native handle, ``_handle``."""
+
+    _handle: Handle
+
+    def close(self) -> None:
+        """Frees the native object once nobody uses it any more. Calling it again does nothing."""
+        if hasattr(self, "_handle"):
+            self._handle.close()
+
+    def use(self) -> contextlib.AbstractContextManager[Any]:
+        """Holds the native pointer valid inside a with block."""
+        return self._handle.use()
 
 
 class ProgressGuard:

@@ -14,7 +14,7 @@ from pykvq.engine import Engine
 from pykvq.errors import ChatTemplateError, ContextFullError, InvalidArgumentError
 from pykvq.handles import ProgressCallback
 from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KV_TYPE_BITS, KVConfig, parse_kv_config
-from pykvq.runtime import Context, Model
+from pykvq.runtime import Buffer, Context, Model
 
 # llama.cpp's value for "draw a seed"; -1 means the same
 RANDOM_SEED = 0xFFFFFFFF
@@ -287,11 +287,12 @@ class LoadedModel:
         with self._engine.turn:
             return self._engine.save_state()
 
-    def load_state(self, state: bytes) -> None:
-        """Goes back to a saved state.
+    def load_state(self, state: Buffer) -> None:
+        """Goes back to a saved state, given as bytes or another contiguous buffer.
 
         Raises:
             StateError: damaged, or of another model or KV format; nothing is changed then.
+            InvalidArgumentError: not bytes.
         """
         with self._engine.turn:
             self._engine.load_state(state)

@@ -20,8 +20,10 @@ import numpy.typing as npt
 from pykvq import native
 from pykvq.errors import ClosedError, InvalidArgumentError, ModelFileError
 from pykvq.handles import (
+    Closeable,
     FieldValue,
     Handle,
+    HandleOwner,
     ProgressCallback,
     ProgressGuard,
     context_params,
@@ -34,6 +36,7 @@ from pykvq.kv_config import KVConfig
 from pykvq.sampling import SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
+Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class TierInfo:
     n_requantized: int
 
 
-class Model:
+class Model(HandleOwner):
     """A loaded GGUF model: weights, tokenizer and metadata. Safe to read from many threads.
 
     Args:
@@ -142,25 +145,6 @@ class Model:
         with self._handle.use() as model:
             lib.pykvq_model_get_info(model, info)
         return ModelInfo(**{field.name: getattr(info, field.name) for field in fields(ModelInfo)})
-
-    def close(self) -> None:
-        """Frees the model once no Context or Sampler uses it. Calling it again does nothing."""
-        handle = getattr(self, "_handle", None)
-        if handle is not None:
-            handle.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
-
-    def use(self) -> contextlib.AbstractContextManager[Any]:
-        """Holds the native pointer valid inside a with block."""
-        return self._handle.use()
 
     def retain(self) -> Any:
         """The native pointer, which stays valid until the matching ``release()``."""
@@ -234,7 +218,7 @@ class Model:
             return bool(lib.pykvq_token_is_eog(model, token))
 
 
-class Context:
+class Context(Closeable):
     """A KV cache and the compute buffers for one model. Its calls are serialised; it keeps the model alive.
 
     Args:
@@ -303,9 +287,6 @@ class Context:
         if pointer is not None:
             lib.pykvq_context_free(pointer)
             self.model.release()
-
-    def __del__(self) -> None:
-        self.close()
 
     def decode(self, tokens: Sequence[int], first_pos: int, want_logits: Sequence[bool]) -> None:
         """Computes tokens of sequence 0 at positions first_pos, first_pos + 1, ...
@@ -418,7 +399,7 @@ class Context:
             native.check(lib.pykvq_state_save(context, 0, ffi.from_buffer("uint8_t[]", data), len(data), size))
             return bytes(memoryview(data)[: size[0]])
 
-    def load_state(self, data: bytes | memoryview) -> None:
+    def load_state(self, data: Buffer) -> None:
         """Replaces sequence 0 by a saved state.
 
         Raises:
@@ -437,7 +418,7 @@ class Context:
         return int(token[0])
 
 
-class Sampler:
+class Sampler(HandleOwner):
     """A chain of samplers with its own random state and memory of the tokens drawn.
 
     Raises:
@@ -458,10 +439,6 @@ class Sampler:
             native.check(lib.pykvq_sampler_create(pointer, native_params, out))
         self._handle = Handle("sampler", out[0], lib.pykvq_sampler_free)
 
-    def use(self) -> contextlib.AbstractContextManager[Any]:
-        """Holds the native pointer valid inside a with block."""
-        return self._handle.use()
-
     def sample_logits(self, logits: FloatArray) -> int:
         """Draws a token from n_vocab logits of the caller."""
         ffi, lib = native.load()
@@ -472,18 +449,3 @@ class Sampler:
                 lib.pykvq_sampler_sample_logits(pointer, ffi.from_buffer("float[]", values), len(values), token)
             )
         return int(token[0])
-
-    def close(self) -> None:
-        """Frees the sampler. Calling it again does nothing."""
-        handle = getattr(self, "_handle", None)
-        if handle is not None:
-            handle.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def __enter__(self) -> Sampler:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()

@@ -1,5 +1,9 @@
 """What Llama keeps in the KV cache between calls, and its saved state, on the fake library."""
 
+import json
+import struct
+import zlib
+
 import fake_native
 import pytest
 from fake_native import BOS, EOS
@@ -132,3 +136,70 @@ def test_a_damaged_or_foreign_state_is_refused_and_changes_nothing(llm, lib, rep
     with pytest.raises(StateError, match="of another model"):
         llm.load_state(state)
     assert held(lib) == before
+
+
+def resealed(state, header, native=None):
+    """The state with another JSON part, and another native state, behind a right checksum."""
+    start = len(b"PYKVQ-STATE-1\n")
+    (n_header,) = struct.unpack_from("<I", state, start + 4)
+    body = header + (state[start + 8 + n_header :] if native is None else native)
+    return state[:start] + struct.pack("<II", zlib.crc32(body), len(header)) + body
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"3",
+        b"{}",
+        b"[" * 100_000,
+        b'{"tokens": 3}',
+        b'{"tokens": ["a"]}',
+        b'{"tokens": [1.5]}',
+        b'{"tokens": [true]}',
+        b'{"tokens": [-1]}',
+        b'{"tokens": [100000]}',
+        b'{"tokens": [1, 2, 3]}',  # fewer than the cache holds
+    ],
+)
+def test_a_damaged_token_list_behind_a_right_checksum_changes_nothing(llm, lib, reply, header):
+    reply("bc")
+    llm("aaaa")
+    state = llm.save_state()
+    llm.eval([*b"more"])
+    before = list(held(lib))
+    with pytest.raises(StateError):
+        llm.load_state(resealed(state, header))
+    assert held(lib) == before
+    assert llm._engine.tokens == before
+
+
+def test_a_header_longer_than_the_state_is_refused(llm):
+    llm.eval([*b"abc"])
+    header = json.dumps({"tokens": [*b"abc"]}).encode()
+    whole = resealed(llm.save_state(), header, native=b"")
+    longer = whole[:18] + struct.pack("<I", 2**32 - 1) + whole[22:]
+    for state in (whole, longer):
+        with pytest.raises(StateError):
+            llm.load_state(state)
+    assert llm.n_tokens == 3
+
+
+@pytest.mark.parametrize("view", [memoryview, bytearray, lambda state: memoryview(bytearray(state))])
+def test_a_state_may_be_any_buffer(llm, lib, view):
+    llm.eval([*b"abc"])
+    state = llm.save_state()
+    llm.reset()
+    llm.load_state(view(state))
+    assert held(lib) == [*b"abc"]
+
+
+@pytest.mark.parametrize("value", ["text", None, 3, [1, 2], memoryview(b"abcdef")[::2]])
+def test_a_state_that_is_no_buffer_is_refused(llm, value):
+    llm.eval([*b"abc"])
+    with pytest.raises(InvalidArgumentError, match="a state is contiguous bytes"):
+        llm.load_state(value)
+    assert llm.n_tokens == 3
