@@ -176,6 +176,9 @@ kvq_context_memory kvq_context_get_memory(const llama_context * ctx) {
         result.kv_bytes += (int64_t) entry.second.context;
         result.compute_bytes += (int64_t) entry.second.compute;
     }
+    if (const llama_kv_cache * cache = kvq_memory_cache(llama_get_memory(ctx))) {
+        result.compute_bytes += (int64_t) kvq_tiers::compute_bytes(*cache);
+    }
     result.kv_elements = kvq_count_elements(ctx->get_model().hparams, kvq_context_cells(ctx));
     // what is no KV cache that we know how to count (recurrent state) is the same in any type
     result.kv_bytes_f16 = result.kv_elements > 0 ? 2 * result.kv_elements : result.kv_bytes;

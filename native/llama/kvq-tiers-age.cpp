@@ -2,7 +2,6 @@
 
 #include "kvq-tiers.h"
 #include "llama-context.h"
-#include "llama-graph.h"
 #include "llama-hparams.h"
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
@@ -21,15 +20,6 @@ std::vector<uint32_t> kvq_tiers::free_cells(const llama_kv_cache & cache, uint32
         }
     }
     return result;
-}
-
-void kvq_tiers::request(const llama_kv_cache & cache, const std::vector<llama_ubatch> & ubatches) {
-    n_requested.assign(n_stream, 0);
-    for (const llama_ubatch & ubatch : ubatches) {
-        for (uint32_t i = 0; i < ubatch.n_tokens; i++) {
-            n_requested[cache.get_stream(ubatch.seq_id[i][0])]++;
-        }
-    }
 }
 
 // The cells that are to leave a tier, oldest first: up to n_max of those that may go, and if they are not enough, window and
@@ -99,28 +89,13 @@ uint32_t kvq_tiers::make_room(llama_kv_cache & cache, uint32_t stream, size_t t,
 
 namespace {
 
-constexpr size_t MAX_NODES_A_MOVE = 16;  // of one layer's K or V: see fit_heads
+constexpr size_t MAX_NODES_A_TENSOR = 16;  // to move a part of it: see fit_heads
 
 thread_local int moving_depth = 0;
 
 struct moving_scope {
     moving_scope() { moving_depth++; }
     ~moving_scope() { moving_depth--; }
-};
-
-// The row numbers of the moves; [n] each, into the tensors with all streams joined.
-struct graph_input_moves : public llm_graph_input_i {
-    void set_input(const llama_ubatch *) override {
-        for (const auto & entry : src) {
-            ggml_backend_tensor_set(entry.first, entry.second.data(), 0, ggml_nbytes(entry.first));
-        }
-        for (const auto & entry : dst) {
-            ggml_backend_tensor_set(entry.first, entry.second.data(), 0, ggml_nbytes(entry.first));
-        }
-    }
-
-    std::vector<std::pair<ggml_tensor *, std::vector<int32_t>>> src;
-    std::vector<std::pair<ggml_tensor *, std::vector<int64_t>>> dst;
 };
 
 ggml_tensor * join_streams(ggml_context * ctx, ggml_tensor * tensor) {
@@ -142,63 +117,89 @@ ggml_tensor * fit_heads(ggml_context * ctx, ggml_tensor * heads, int64_t head_di
     return heads;
 }
 
+// As llama_context does before each graph of its own.
+void set_threads(ggml_backend_sched_t sched, int n_threads) {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
+        ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
+        ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+        const auto set =
+            (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+        if (set) {
+            set(backend, n_threads);
+        }
+    }
+}
+
 }  // namespace
 
 bool kvq_tiers_moving() {
     return moving_depth > 0;
 }
 
-bool kvq_tiers::compute_moves(const move * moves, size_t n_moves) const {
-    ggml_backend_sched_t sched = lctx->get_sched();
-    ggml_backend_sched_reset(sched);
-    auto * res = lctx->get_gf_res_reserve();
-    res->reset();
-    ggml_context * ctx = res->get_ctx();
-    ggml_cgraph * gf   = res->get_gf();
-
-    auto input = std::make_unique<graph_input_moves>();
-    for (size_t m = 0; m < n_moves; m++) {
-        const move & move = moves[m];
-        const tier & from = tiers[move.tier];
-        const tier & to   = tiers[move.tier + 1];
-        const int64_t n   = (int64_t) move.src.size();
-        ggml_tensor * src = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n);
-        ggml_tensor * dst = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n);
-        ggml_set_input(src);
-        ggml_set_input(dst);
-        std::vector<int32_t> src_rows;
-        std::vector<int64_t> dst_rows;
-        for (int64_t i = 0; i < n; i++) {
-            src_rows.push_back((int32_t) (move.stream * from.n_rows + move.src[i] - from.start));
-            dst_rows.push_back((int64_t) move.stream * to.n_rows + move.dst[i] - to.start);
-        }
-        input->src.emplace_back(src, std::move(src_rows));
-        input->dst.emplace_back(dst, std::move(dst_rows));
-
-        for (const layer & layer : layers) {
-            const auto add = [&](const std::vector<ggml_tensor *> & tensors, int64_t head_dim) {
-                ggml_tensor * source = tensors[move.tier];
-                ggml_tensor * target = tensors[move.tier + 1];
-                ggml_tensor * rows   = ggml_get_rows(ctx, join_streams(ctx, source), src);
-                if (target->ne[0] != layer.n_head * head_dim || source->ne[0] != target->ne[0]) {
-                    ggml_tensor * heads = ggml_reshape_3d(ctx, rows, source->ne[0] / layer.n_head, layer.n_head, n);
-                    heads               = fit_heads(ctx, heads, head_dim, target->ne[0] / layer.n_head);
-                    rows                = ggml_reshape_2d(ctx, heads, target->ne[0], n);
-                }
-                ggml_build_forward_expand(gf, ggml_set_rows(ctx, join_streams(ctx, target), rows, dst));
-            };
-            add(layer.k, layer.head_dim_k);
-            add(layer.v, layer.head_dim_v);
-        }
+// A scheduler of their own, so that the context's goes on holding the graph and the memory of the next decode.
+void kvq_tiers::init_sched() {
+    ggml_backend_sched_t of_context = lctx->get_sched();
+    std::vector<ggml_backend_t> backends;
+    std::vector<ggml_backend_buffer_type_t> bufts;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(of_context); i++) {
+        backends.push_back(ggml_backend_sched_get_backend(of_context, i));
+        bufts.push_back(ggml_backend_sched_get_buffer_type(of_context, backends.back()));
     }
-    res->add_input(std::move(input));
+    sched.reset(
+        ggml_backend_sched_new(backends.data(), bufts.data(), (int) backends.size(), n_graph_nodes(), false, false));
+}
 
-    if (!ggml_backend_sched_alloc_graph(sched, gf)) {
-        LLAMA_LOG_ERROR("%s: failed to allocate the graph that moves %zu blocks\n", __func__, n_moves);
-        return false;
+size_t kvq_tiers::n_graph_nodes() const {
+    return 2 * layers.size() * MAX_NODES_A_TENSOR;
+}
+
+// One graph over all layers.
+void kvq_tiers::compute_move(const move & move) const {
+    const size_t n_nodes = n_graph_nodes();
+    const size_t n_bytes = 2 * n_nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_nodes, false);
+    const ggml_context_ptr holder(ggml_init({ n_bytes, nullptr, true }));
+    ggml_context * ctx = holder.get();
+    ggml_cgraph * gf   = ggml_new_graph_custom(ctx, n_nodes, false);
+
+    const tier & from = tiers[move.tier];
+    const tier & to   = tiers[move.tier + 1];
+    const int64_t n   = (int64_t) move.src.size();
+    ggml_tensor * src = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n);
+    ggml_tensor * dst = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n);
+    ggml_set_input(src);
+    ggml_set_input(dst);
+    const auto add = [&](const layer & layer, const std::vector<ggml_tensor *> & tensors, int64_t head_dim) {
+        ggml_tensor * source = tensors[move.tier];
+        ggml_tensor * target = tensors[move.tier + 1];
+        ggml_tensor * rows   = ggml_get_rows(ctx, join_streams(ctx, source), src);
+        if (target->ne[0] != layer.n_head * head_dim || source->ne[0] != target->ne[0]) {
+            ggml_tensor * heads = ggml_reshape_3d(ctx, rows, source->ne[0] / layer.n_head, layer.n_head, n);
+            heads               = fit_heads(ctx, heads, head_dim, target->ne[0] / layer.n_head);
+            rows                = ggml_reshape_2d(ctx, heads, target->ne[0], n);
+        }
+        ggml_build_forward_expand(gf, ggml_set_rows(ctx, join_streams(ctx, target), rows, dst));
+    };
+    for (const layer & layer : layers) {
+        add(layer, layer.k, layer.head_dim_k);
+        add(layer, layer.v, layer.head_dim_v);
     }
-    res->set_inputs(nullptr);
-    return lctx->graph_compute(gf, true) == GGML_STATUS_SUCCESS;
+
+    ggml_backend_sched_reset(sched.get());
+    if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
+        throw std::runtime_error("no memory for the graph that moves tokens");
+    }
+    // row numbers in the tensors with all streams joined
+    std::vector<int32_t> src_rows;
+    std::vector<int64_t> dst_rows;
+    for (int64_t i = 0; i < n; i++) {
+        src_rows.push_back((int32_t) (move.stream * from.n_rows + move.src[i] - from.start));
+        dst_rows.push_back((int64_t) move.stream * to.n_rows + move.dst[i] - to.start);
+    }
+    ggml_backend_tensor_set(src, src_rows.data(), 0, ggml_nbytes(src));
+    ggml_backend_tensor_set(dst, dst_rows.data(), 0, ggml_nbytes(dst));
+    if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
+        throw std::runtime_error("computing the graph that moves tokens failed");
+    }
 }
 
 // A tier that is smaller than what passes through it is emptied several times.
@@ -213,45 +214,40 @@ void kvq_tiers::free_rows(llama_kv_cache & cache, uint32_t stream, size_t t, uin
     } while (n_found < n_wanted && moves.size() > n_moves);
 }
 
-// Graphs of as many moves as fit, in order. On failure the cache is cleared: the book says that tokens moved and the rows may
-// say that they did not.
-bool kvq_tiers::apply_moves(llama_kv_cache & cache, const std::vector<move> & moves) const {
+// If that fails the cache is cleared, since the book says that tokens moved and the rows may say that they did not.
+void kvq_tiers::apply_moves(llama_kv_cache & cache, const std::vector<move> & moves) {
     if (moves.empty()) {
-        return true;
+        return;
     }
     const moving_scope scope;
-    const size_t n_nodes  = (size_t) ggml_graph_size(lctx->get_gf_res_reserve()->get_gf());
-    const size_t per_move = 2 * layers.size() * MAX_NODES_A_MOVE;
-    const size_t n_graph  = std::max<size_t>(1, n_nodes / per_move);
     try {
-        for (size_t i = 0; i < moves.size(); i += n_graph) {
-            if (!compute_moves(&moves[i], std::min(n_graph, moves.size() - i))) {
-                throw std::runtime_error("computing the moves failed");
-            }
+        if (!sched) {
+            init_sched();
         }
-    } catch (const std::exception & error) {
-        LLAMA_LOG_ERROR("%s: %s, the KV cache is cleared\n", __func__, error.what());
+        lctx->synchronize();
+        set_threads(sched.get(), (int) lctx->get_cparams().n_threads_batch);
+        for (const move & move : moves) {
+            compute_move(move);
+        }
+    } catch (...) {
         cache.clear(true);
-        return false;
+        throw;
     }
-    return true;
 }
 
-bool kvq_tiers::age(llama_kv_cache & cache) {
+bool kvq_tiers::age(llama_kv_cache & cache, const std::vector<llama_ubatch> & ubatches) {
+    std::vector<uint32_t> n_new(n_stream, 0);
+    for (const llama_ubatch & ubatch : ubatches) {
+        for (uint32_t i = 0; i < ubatch.n_tokens; i++) {
+            n_new[cache.get_stream(ubatch.seq_id[i][0])]++;
+        }
+    }
     std::vector<move> moves;
     for (uint32_t s = 0; s < n_stream; s++) {
-        free_rows(cache, s, 0, n_requested[s], moves);
+        free_rows(cache, s, 0, n_new[s], moves);
     }
-    n_requested.clear();
     apply_moves(cache, moves);
     return !moves.empty();
-}
-
-void kvq_tiers::begin_update(llama_context * context, bool optimize) {
-    lctx = context;
-    if (!optimize) {
-        n_requested.clear();
-    }
 }
 
 void kvq_tiers::build_shift(const llama_kv_cache & cache, const llama_cparams & cparams, ggml_context * ctx,

@@ -141,12 +141,18 @@ void kvq_tiers::attach(ggml_context * ctx, ggml_tensor * attention, const ggml_t
 }
 
 void kvq_tiers::copy_stream(uint32_t src, uint32_t dst) const {
+    const size_t n_views = 2 * n_tensors() * layers.size();
+    const ggml_context_ptr ctx(ggml_init({ n_views * ggml_tensor_overhead(), nullptr, true }));
+    const auto view = [&](ggml_tensor * tensor, uint32_t stream) {
+        ggml_tensor * rows =
+            ggml_view_2d(ctx.get(), tensor, tensor->ne[0], tensor->ne[1], tensor->nb[1], stream * tensor->nb[2]);
+        ggml_backend_view_init(rows);
+        return rows;
+    };
     for (const layer & layer : layers) {
         for (size_t t = 1; t < tiers.size(); t++) {
             for (ggml_tensor * tensor : { layer.k[t], layer.v[t] }) {
-                std::vector<uint8_t> bytes(tensor->nb[2]);
-                ggml_backend_tensor_get(tensor, bytes.data(), src * tensor->nb[2], bytes.size());
-                ggml_backend_tensor_set(tensor, bytes.data(), dst * tensor->nb[2], bytes.size());
+                ggml_backend_tensor_copy(view(tensor, src), view(tensor, dst));
             }
         }
     }
@@ -174,4 +180,13 @@ std::vector<kvq_tier_use> kvq_tiers::get_use_of(const llama_kv_cache & cache) {
         result.push_back(use);
     }
     return result;
+}
+
+size_t kvq_tiers::compute_bytes(const llama_kv_cache & cache) {
+    ggml_backend_sched_t sched = cache.tiers ? cache.tiers->sched.get() : nullptr;
+    size_t n_bytes             = 0;
+    for (int i = 0; sched && i < ggml_backend_sched_get_n_backends(sched); i++) {
+        n_bytes += ggml_backend_sched_get_buffer_size(sched, ggml_backend_sched_get_backend(sched, i));
+    }
+    return n_bytes;
 }

@@ -76,13 +76,10 @@ public:
     void add_layer(ggml_context * ctx, int32_t il, ggml_tensor * k, ggml_tensor * v);
     size_t n_tensors() const { return 2 * (tiers.size() - 1); }  // of one layer
 
-    // These micro-batches found no room: age before the next try.
-    void request(const llama_kv_cache & cache, const std::vector<llama_ubatch> & ubatches);
-    // Called at the start of each update; a request is for the optimizing update of the same decode only.
-    void begin_update(llama_context * lctx, bool optimize);
-    bool pending() const { return !n_requested.empty(); }
-    // Moves tokens down until the requested number fits the first tier, with one graph. False if nothing was moved.
-    bool age(llama_kv_cache & cache);
+    // Whose cache this is; called before every decode.
+    void set_context(llama_context * lctx) { this->lctx = lctx; }
+    // These micro-batches found no room: moves tokens down until they fit the first tier. False if nothing was moved.
+    bool age(llama_kv_cache & cache, const std::vector<llama_ubatch> & ubatches);
 
     void build_shift(const llama_kv_cache & cache, const llama_cparams & cparams, ggml_context * ctx, ggml_cgraph * gf,
                      ggml_tensor * shift, ggml_tensor * rot, ggml_tensor * factors, float freq_base, float freq_scale,
@@ -97,6 +94,8 @@ public:
     static uint32_t n_tokens(const llama_kv_cache & cache);
     // Empty for a cache without tiers.
     static std::vector<kvq_tier_use> get_use_of(const llama_kv_cache & cache);
+    // Scratch of the graphs that move tokens.
+    static size_t compute_bytes(const llama_kv_cache & cache);
 
     // Adds the lower tiers to a flash attention over the first, k its view of it: src[5], src[6] are K and V of the second
     // tier, and so forth. The mask spans them all.
@@ -138,8 +137,10 @@ private:
     void read_cells(llama_kv_cache & cache, llama_io_read_i & io, llama_seq_id seq_id, uint32_t stream, size_t t,
                     uint32_t n) const;
     void free_rows(llama_kv_cache & cache, uint32_t stream, size_t t, uint32_t n_wanted, std::vector<move> & moves);
-    bool apply_moves(llama_kv_cache & cache, const std::vector<move> & moves) const;
-    bool compute_moves(const move * moves, size_t n_moves) const;
+    void apply_moves(llama_kv_cache & cache, const std::vector<move> & moves);
+    void init_sched();
+    size_t n_graph_nodes() const;
+    void compute_move(const move & move) const;
 
     const llama_hparams & hparams;
     kvq_tier_config config;
@@ -147,8 +148,8 @@ private:
     uint32_t n_asked = 0;  // cells without tiers
     std::vector<tier> tiers;
     std::vector<layer> layers;
-    std::vector<uint32_t> n_requested;  // tokens for each stream; empty: no request
-    llama_context * lctx = nullptr;     // whose cache this is; known from its first update on
+    llama_context * lctx = nullptr;
+    ggml_backend_sched_ptr sched;  // of the graphs that move tokens; NULL before the first one
 
     kvq_tiers(const llama_hparams & hparams, const kvq_tier_config & config, uint32_t n_stream)
         : hparams(hparams), config(config), n_stream(n_stream) {}
