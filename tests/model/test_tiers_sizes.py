@@ -143,3 +143,25 @@ def test_a_full_size_window_cache_shifts(path_of, name):
         context.remove(0, 4, 204)
         context.shift(0, 204, -1, -200)
     assert kl_divergence(*(context.decode([5], 200)[-1] for context in contexts)) < 1e-5
+
+
+@pytest.mark.slow
+def test_tensors_of_more_than_2_gib(tmp_path):
+    """The last of eight streams lies behind byte 2^31 of the K tensor, and gives what it gives in a small cache."""
+    tiny = TinyModel(
+        arch="plamo3", head_dim_k=256, head_dim_v=64, n_head=64, n_head_kv=64, n_layer=1, n_embd=32, n_ff=32
+    )
+    model = Model(tiny.write(tmp_path / "wide.gguf"))
+    tokens = random_tokens(300)
+    row = row_bytes("q4_ve", tiny.n_head_kv * tiny.head_dim_k)
+    n_streams, last = 8, 7
+    logits = []
+    for n_ctx_seq in (1024, 37 * 1024):
+        params = {"n_ctx": n_streams * n_ctx_seq, "n_seq_max": n_streams, "kv_unified": False}
+        context = Context(model, "f16:32+q4_ve", n_ubatch=16, n_batch=16, **params)
+        logits.append([context.decode(tokens[i : i + 16], i, last, want="all") for i in range(0, len(tokens), 16)])
+        assert all(context.used())
+        n_rows = context.tiers()[1].n_capacity // n_streams
+    assert last * n_rows * row > 2**31
+    for small, large in zip(*logits, strict=True):
+        assert np.array_equal(small, large)

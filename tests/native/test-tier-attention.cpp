@@ -39,6 +39,7 @@ struct attention_case {
     bool sinks         = false;
     int n_threads      = 1;
     int64_t spare_rows = 5;  // rows of each tier behind those in use
+    int64_t n_columns  = 0;  // of a row, if more than its heads need
 };
 
 static std::string describe(const attention_case & c) {
@@ -74,42 +75,47 @@ struct tier_data {
 static tier_data make_tier(ggml_context * ctx, const attention_case & c, ggml_type type, int64_t dim, int64_t n_rows) {
     tier_data data;
     data.padded = GGML_PAD(dim, ggml_blck_size(type));
-    data.tensor = ggml_new_tensor_3d(ctx, type, data.padded * c.n_head_kv, n_rows + c.spare_rows, c.n_stream);
+    data.tensor = ggml_new_tensor_3d(ctx, type, std::max(c.n_columns, data.padded * c.n_head_kv), n_rows + c.spare_rows,
+                                     c.n_stream);
     return data;
 }
 
 // Random values; the padding behind a head and the rows that are not in use hold values that would show.
 static void fill_tier(tier_data & data, const attention_case & c, int64_t dim, int64_t n_rows, bool first) {
     ggml_tensor * tensor   = data.tensor;
-    std::vector<float> all = random_normal((size_t) ggml_nelements(tensor));
+    const int64_t width    = data.padded * c.n_head_kv;
+    const int64_t n_all    = tensor->ne[1] * c.n_stream;
+    std::vector<float> all = random_normal((size_t) (width * n_all));
     for (size_t i = 0; i < all.size(); i++) {
-        const int64_t row = (int64_t) i / tensor->ne[0] % tensor->ne[1];
+        const int64_t row = (int64_t) i / width % tensor->ne[1];
         if ((int64_t) i % data.padded >= dim || row >= n_rows) {
             all[i] = 3.0f;
         } else if (first && c.mask == mask_kind::block_hidden && row >= 32 && row < 96) {
             all[i] = NAN;
         }
     }
-    std::vector<uint8_t> bytes(ggml_nbytes(tensor));
+    const size_t row_bytes = ggml_row_size(tensor->type, width);
+    std::vector<uint8_t> bytes(row_bytes * (size_t) n_all);
     if (tensor->type == GGML_TYPE_F32) {
         std::memcpy(bytes.data(), all.data(), bytes.size());
     } else {
         ggml_get_type_traits(tensor->type)->from_float_ref(all.data(), bytes.data(), (int64_t) all.size());
         ggml_get_type_traits(tensor->type)->to_float(bytes.data(), all.data(), (int64_t) all.size());
     }
-    ggml_backend_tensor_set(tensor, bytes.data(), 0, bytes.size());
+    for (size_t row = 0; row < (size_t) n_all; row++) {
+        ggml_backend_tensor_set(tensor, bytes.data() + row * row_bytes, row * tensor->nb[1], row_bytes);
+    }
     data.values.clear();
     for (int64_t s = 0; s < c.n_stream; s++) {
-        const auto begin = all.begin() + s * tensor->ne[0] * tensor->ne[1];
-        data.values.insert(data.values.end(), begin, begin + n_rows * tensor->ne[0]);
+        const auto begin = all.begin() + s * width * tensor->ne[1];
+        data.values.insert(data.values.end(), begin, begin + n_rows * width);
     }
 }
 
 // The view that kvq_tiers::attach() makes: [padded, rows, heads, streams]
 static ggml_tensor * make_view(ggml_context * ctx, const attention_case & c, const tier_data & data, int64_t n_rows) {
-    const size_t row = data.tensor->nb[1];
-    return ggml_view_4d(ctx, data.tensor, data.padded, n_rows, c.n_head_kv, c.n_stream, row, row / c.n_head_kv,
-                        data.tensor->nb[2], 0);
+    return ggml_view_4d(ctx, data.tensor, data.padded, n_rows, c.n_head_kv, c.n_stream, data.tensor->nb[1],
+                        ggml_row_size(data.tensor->type, data.padded), data.tensor->nb[2], 0);
 }
 
 static bool is_visible(const attention_case & c, int64_t token, int64_t cell, std::mt19937 & rng) {
@@ -464,6 +470,18 @@ static void test_streams() {
     }
 }
 
+// Rows behind byte 2^31 of a tensor: they are wide, and memory that nothing touches costs nothing.
+static void test_large_offsets() {
+    for (const int64_t n_tokens : { 1, 3 }) {
+        attention_case c;
+        c.tiers     = mix({ F16, Q4_VE }, { 8, 1000 });
+        c.n_columns = 1 << 22;
+        c.n_tokens  = n_tokens;
+        CHECK(ggml_row_size(Q4_VE, c.n_columns) * 970 > (size_t) 1 << 31, "the rows are too narrow");
+        test_case(c);
+    }
+}
+
 // A result may depend on the number of threads by rounding only, and on nothing else.
 static void test_repeatable() {
     attention_case c;
@@ -486,6 +504,7 @@ int main() {
     test_nothing_visible();
     test_lengths_and_threads();
     test_streams();
+    test_large_offsets();
     test_repeatable();
     std::printf("worst error %g\n", worst);
     return check_result("test-tier-attention");
