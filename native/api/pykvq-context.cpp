@@ -3,6 +3,7 @@
 #include "pykvq-system.h"
 
 #include "ggml-backend.h"
+#include "llama-cpp.h"
 
 #include <algorithm>
 #include <climits>
@@ -173,6 +174,18 @@ std::string describe_layout(const context_plan & plan) {
     return text + pykvq_format(", %u sinks", plan.tiers.n_sink);
 }
 
+llama_context * init_context(const pykvq_model * model, const context_plan & plan) {
+    const kvq_tier_scope scope(plan.tiers.tiers.empty() ? nullptr : &plan.tiers);
+    llama_context * ctx = llama_init_from_model(model->model, plan.params);
+    if (!ctx) {
+        const std::string reason = pykvq_logged_errors();
+        const bool memory        = reason.find("alloc") != std::string::npos;
+        pykvq_throw(memory ? PYKVQ_STATUS_MEMORY : PYKVQ_STATUS_UNSUPPORTED, "cannot create a context: %s",
+                    reason.c_str());
+    }
+    return ctx;
+}
+
 bool on_abort_query(void * user_data) {
     auto * context = (pykvq_context *) user_data;
     return !kvq_tiers_moving() && (context->abort.load(std::memory_order_relaxed) ||
@@ -280,21 +293,14 @@ pykvq_status pykvq_context_create(pykvq_model * model, const pykvq_context_param
                         model->vocab_only ? "vocab_only" : "metadata_only");
         }
         const context_plan plan = make_plan(model, *params);
-        require_memory(model, plan.params, plan.tiers);
+        if (!params->force) {
+            require_memory(model, plan.params, plan.tiers);
+        }
 
         auto result    = std::make_unique<pykvq_context>();
         result->model  = model;
         result->layout = describe_layout(plan);
-        {
-            const kvq_tier_scope scope(plan.tiers.tiers.empty() ? nullptr : &plan.tiers);
-            result->ctx = llama_init_from_model(model->model, plan.params);
-        }
-        if (!result->ctx) {
-            const std::string reason = pykvq_logged_errors();
-            const bool memory        = reason.find("alloc") != std::string::npos;
-            pykvq_throw(memory ? PYKVQ_STATUS_MEMORY : PYKVQ_STATUS_UNSUPPORTED, "cannot create a context: %s",
-                        reason.c_str());
-        }
+        result->ctx    = init_context(model, plan);
         llama_set_abort_callback(result->ctx, on_abort_query, result.get());
         *context = result.release();
     });
@@ -316,6 +322,43 @@ pykvq_status pykvq_predict_kv(const pykvq_model * model, const pykvq_context_par
         *n_bytes                      = kvq_model_kv_bytes(model->model, plan.params, plan.tiers);
         *n_bytes_f16                  = kvq_model_kv_bytes(model->model, as_f16, {});
     });
+}
+
+pykvq_status pykvq_predict_memory(pykvq_model * model, const pykvq_context_params * params, pykvq_memory_info * info) {
+    return pykvq_guard([&] {
+        pykvq_require(model, "model");
+        pykvq_require(params, "params");
+        pykvq_require(info, "info");
+        if (!model->metadata_only) {
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "pykvq_predict_memory needs a model loaded with metadata_only");
+        }
+        context_plan plan         = make_plan(model, *params);
+        plan.params.n_outputs_max = params->embeddings ? 0 : plan.params.n_seq_max;
+        const llama_context_ptr ctx(init_context(model, plan));
+        const kvq_memory_use host   = kvq_context_get_memory_use(ctx.get(), false);
+        const kvq_memory_use device = kvq_context_get_memory_use(ctx.get(), true);
+        *info = { host.weights, host.kv, host.compute, device.weights, device.kv, device.compute };
+    });
+}
+
+int64_t pykvq_available_memory(void) {
+    return pykvq_system_available_memory();
+}
+
+int64_t pykvq_available_device_memory(void) {
+    int64_t total             = 0;
+    const pykvq_status status = pykvq_guard([&] {
+        for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+            const ggml_backend_dev_t device = ggml_backend_dev_get(i);
+            size_t free                     = 0;
+            size_t all                      = 0;
+            if (ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_GPU) {
+                ggml_backend_dev_memory(device, &free, &all);
+                total += (int64_t) free;
+            }
+        }
+    });
+    return status == PYKVQ_STATUS_OK ? total : 0;
 }
 
 void pykvq_context_free(pykvq_context * context) {

@@ -28,6 +28,7 @@ struct thread_state {
     std::string log_line;  // ggml logs lines in pieces
     ggml_log_level log_level = GGML_LOG_LEVEL_NONE;
     std::vector<std::string> errors;
+    std::function<void(const std::string &)> observer;
 };
 
 thread_local thread_state state;
@@ -89,6 +90,9 @@ void on_log(ggml_log_level level, const char * text, void *) {
         line.swap(state.log_line);
         if (!line.empty()) {
             emit_log_line(state.log_level, line);
+            if (state.observer) {
+                state.observer(line);
+            }
         }
     }
 }
@@ -163,6 +167,14 @@ pykvq_guard_scope::pykvq_guard_scope() {
 
 pykvq_guard_scope::~pykvq_guard_scope() {
     state.depth--;
+}
+
+pykvq_log_observer::pykvq_log_observer(std::function<void(const std::string &)> on_line) {
+    state.observer = std::move(on_line);
+}
+
+pykvq_log_observer::~pykvq_log_observer() {
+    state.observer = nullptr;
 }
 
 pykvq_status pykvq_fail(pykvq_status status, const char * message) noexcept {

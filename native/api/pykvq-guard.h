@@ -4,6 +4,7 @@
 
 #include "pykvq-internal.h"
 
+#include <functional>
 #include <new>
 
 // Marks the calling thread as being inside an API call: a failed ggml check (GGML_ABORT, GGML_ASSERT) on it is then
@@ -12,6 +13,12 @@
 struct pykvq_guard_scope {
     pykvq_guard_scope();
     ~pykvq_guard_scope();
+};
+
+// Hands every line that this thread logs to a function, which may throw, as long as the object lives.
+struct pykvq_log_observer {
+    explicit pykvq_log_observer(std::function<void(const std::string &)> on_line);
+    ~pykvq_log_observer();
 };
 
 // Sets the thread's last error and returns status.

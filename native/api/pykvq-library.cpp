@@ -100,6 +100,23 @@ int32_t pykvq_kv_type_block_bytes(const char * name) {
     return find_kv_type(name, type) ? (int32_t) ggml_type_size(type) : 0;
 }
 
+// types that were removed from ggml keep their number but have no blocks
+static bool is_tensor_type(int32_t type) {
+    return type >= 0 && type < GGML_TYPE_COUNT && ggml_blck_size((ggml_type) type) > 0;
+}
+
+const char * pykvq_tensor_type_name(int32_t type) {
+    return is_tensor_type(type) ? ggml_type_name((ggml_type) type) : nullptr;
+}
+
+int32_t pykvq_tensor_type_block_size(int32_t type) {
+    return is_tensor_type(type) ? (int32_t) ggml_blck_size((ggml_type) type) : 0;
+}
+
+int32_t pykvq_tensor_type_block_bytes(int32_t type) {
+    return is_tensor_type(type) ? (int32_t) ggml_type_size((ggml_type) type) : 0;
+}
+
 pykvq_status pykvq_kv_type_encode(const char * name, const float * x, int64_t n, void * data) {
     return pykvq_guard([&] {
         const ggml_type type = pykvq_kv_type(name, "name");

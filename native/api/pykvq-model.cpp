@@ -26,6 +26,9 @@ void require_gguf(const char * path) {
     if (fs::is_directory(status)) {
         pykvq_throw(PYKVQ_STATUS_IO, "'%s' is a directory: give the path of a .gguf file in it", path);
     }
+    if (!fs::is_regular_file(status)) {
+        pykvq_throw(PYKVQ_STATUS_IO, "'%s' is no regular file: give the path of a .gguf file", path);
+    }
     const std::unique_ptr<FILE, file_closer> handle(ggml_fopen(path, "rb"));
     if (!handle) {
         pykvq_throw(PYKVQ_STATUS_IO, "cannot read '%s': %s", path, std::strerror(errno));
@@ -200,6 +203,10 @@ int32_t pykvq_model_meta_count(const pykvq_model * model) {
 
 const char * pykvq_model_chat_template(const pykvq_model * model, const char * name) {
     return llama_model_chat_template(model->model, name);
+}
+
+bool pykvq_model_tensor_is_as_in_file(const pykvq_model * model, const char * name) {
+    return name && kvq_model_tensor_is_as_in_file(model->model, name);
 }
 
 pykvq_status pykvq_tokenize(const pykvq_model * model, const char * text, int32_t n_bytes, bool add_special,

@@ -28,7 +28,7 @@
 #endif
 
 // raised whenever a struct or a signature below changes
-#define PYKVQ_ABI_VERSION 1
+#define PYKVQ_ABI_VERSION 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -143,6 +143,9 @@ PYKVQ_API int32_t pykvq_model_meta_count(const pykvq_model * model);
 // The chat template (name == NULL: the default one); NULL if there is none. Owned by the model.
 PYKVQ_API const char * pykvq_model_chat_template(const pykvq_model * model, const char * name);
 
+// Whether the weights of a tensor are used as they are in the file (and so can be mapped); false for an unknown name.
+PYKVQ_API bool pykvq_model_tensor_is_as_in_file(const pykvq_model * model, const char * name);
+
 // --- text ---
 
 // Writes at most capacity tokens and sets *n_tokens to how many there are in all: call again with more room if it is
@@ -198,6 +201,7 @@ typedef struct pykvq_context_params {
     bool op_offload;
     bool swa_full;    // full-size cache for sliding-window layers
     bool kv_unified;  // one cache shared by all sequences
+    bool force;       // allocate even what does not seem to fit into memory
 } pykvq_context_params;
 
 // One tier as it is now.
@@ -232,6 +236,25 @@ PYKVQ_API pykvq_status pykvq_context_create(pykvq_model * model, const pykvq_con
 // Bytes that the KV cache of such a context will take, and the same cache in F16. Recurrent state is not counted.
 PYKVQ_API pykvq_status pykvq_predict_kv(const pykvq_model * model, const pykvq_context_params * params,
                                         int64_t * n_bytes, int64_t * n_bytes_f16);
+
+// Memory of a model with one context, apart from a mapped model file. "device" is everything that is no main memory.
+typedef struct pykvq_memory_info {
+    int64_t weights_bytes;  // copies in main memory: weights that are rearranged for the processor
+    int64_t kv_bytes;       // KV cache and recurrent state
+    int64_t compute_bytes;  // scratch for the graphs
+    int64_t device_weights_bytes;
+    int64_t device_kv_bytes;
+    int64_t device_compute_bytes;
+} pykvq_memory_info;
+
+// The memory such a context will take; nothing is allocated. The model must be one of metadata_only. Logits are counted
+// for one token, as most batches ask for.
+PYKVQ_API pykvq_status pykvq_predict_memory(pykvq_model * model, const pykvq_context_params * params,
+                                            pykvq_memory_info * info);
+// Bytes of RAM that this process could still take, and of memory free on all GPUs; 0 if unknown or none.
+PYKVQ_API int64_t pykvq_available_memory(void);
+PYKVQ_API int64_t pykvq_available_device_memory(void);
+
 PYKVQ_API void pykvq_context_free(pykvq_context * context);
 PYKVQ_API void pykvq_context_get_info(const pykvq_context * context, pykvq_context_info * info);
 // 0 for a cache without tiers
@@ -314,6 +337,40 @@ PYKVQ_API pykvq_status pykvq_sampler_sample_logits(pykvq_sampler * sampler, cons
                                                    int32_t * token);
 // Tells the sampler of a token that it did not draw (the prompt).
 PYKVQ_API void pykvq_sampler_accept(pykvq_sampler * sampler, int32_t token);
+
+// --- model files ---
+
+// Name, elements a block and bytes a block of a tensor type, by its number in a GGUF file; NULL and 0 if there is none.
+PYKVQ_API const char * pykvq_tensor_type_name(int32_t type);
+PYKVQ_API int32_t pykvq_tensor_type_block_size(int32_t type);
+PYKVQ_API int32_t pykvq_tensor_type_block_bytes(int32_t type);
+
+// Types that model files can be quantized to ("q4_k_m", "q8_0", "f16", ...); NULL out of range.
+PYKVQ_API int32_t pykvq_quantize_type_count(void);
+PYKVQ_API const char * pykvq_quantize_type_name(int32_t index);
+// Bits per weight of the type's matrices, scales included; 0 for an unknown name.
+PYKVQ_API float pykvq_quantize_type_bits(const char * name);
+// Whether the type is only usable with an importance matrix.
+PYKVQ_API bool pykvq_quantize_type_needs_imatrix(const char * name);
+
+typedef struct pykvq_quantize_params {
+    const char * type;      // see pykvq_quantize_type_name
+    const char * imatrix;   // an importance matrix (GGUF), or NULL
+    int32_t n_threads;      // 0 = the physical cores this process may use
+    bool allow_requantize;  // take quantized weights too, at a loss
+    bool pure;              // every matrix in the same type
+    pykvq_progress_fn progress;
+    void * progress_data;
+} pykvq_quantize_params;
+
+PYKVQ_API pykvq_quantize_params pykvq_quantize_default_params(void);
+// Writes a quantized copy of a model file. What is written so far remains when it fails or is stopped.
+PYKVQ_API pykvq_status pykvq_quantize(const char * path, const char * out_path, const pykvq_quantize_params * params);
+// Writes the importance matrix of a model over a text, n_chunk tokens at a time, in llama.cpp's GGUF form: for each matrix
+// the sums of the squares of its inputs. A rest shorter than n_chunk is left out.
+PYKVQ_API pykvq_status pykvq_imatrix_write(pykvq_model * model, const int32_t * tokens, int32_t n_tokens,
+                                           int32_t n_chunk, int32_t n_threads, const char * out_path,
+                                           pykvq_progress_fn progress, void * progress_data);
 
 // cdef-end
 

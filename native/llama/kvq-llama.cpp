@@ -39,6 +39,9 @@ std::string kvq_model_find_damage(const llama_model * model) {
         }
     }
     for (const auto & [name, tensor] : model->tensors_by_name) {
+        if (tensor->type != GGML_TYPE_F32 && !ggml_get_type_traits(tensor->type)->to_float) {
+            return "tensor '" + name + "' has type " + ggml_type_name(tensor->type) + ", which no weight may have";
+        }
         const bool norm = name.size() > 11 && name.compare(name.size() - 11, 11, "norm.weight") == 0;
         if (norm && ggml_n_dims(tensor) == 1 && tensor->type != GGML_TYPE_F32) {
             return "tensor '" + name + "' has type " + ggml_type_name(tensor->type) + " and must be f32";
@@ -184,4 +187,31 @@ kvq_context_memory kvq_context_get_memory(const llama_context * ctx) {
     result.kv_bytes_f16 = result.kv_elements > 0 ? 2 * result.kv_elements : result.kv_bytes;
     result.flash_attn   = ctx->get_cparams().flash_attn;
     return result;
+}
+
+static bool kvq_is_device(ggml_backend_buffer_type_t buft) {
+    const ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
+    return dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
+kvq_memory_use kvq_context_get_memory_use(const llama_context * ctx, bool on_device) {
+    kvq_memory_use use = {};
+    for (const auto & [buft, bytes] : ctx->memory_breakdown()) {
+        if (kvq_is_device(buft) == on_device) {
+            use.weights += buft == ggml_backend_cpu_buffer_type() ? 0 : (int64_t) bytes.model;
+            use.kv += (int64_t) bytes.context;
+            use.compute += (int64_t) bytes.compute;
+        }
+    }
+    return use;
+}
+
+bool kvq_model_tensor_is_as_in_file(const llama_model * model, const char * name) {
+    for (const auto & [tensor_name, tensor] : model->tensors_by_name) {
+        if (tensor_name == name && tensor->buffer &&
+            ggml_backend_buffer_get_type(tensor->buffer) == ggml_backend_cpu_buffer_type()) {
+            return true;
+        }
+    }
+    return false;
 }

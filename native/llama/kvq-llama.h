@@ -36,6 +36,19 @@ struct kvq_context_memory {
 
 LLAMA_API kvq_context_memory kvq_context_get_memory(const llama_context * ctx);
 
+// Memory in bytes of a model and its context, in main memory or on devices.
+struct kvq_memory_use {
+    int64_t weights;
+    int64_t kv;
+    int64_t compute;
+};
+
+// weights in main memory are those that cannot be mapped from the file
+LLAMA_API kvq_memory_use kvq_context_get_memory_use(const llama_context * ctx, bool on_device);
+
+// Whether a weight is used as it is in the file.
+LLAMA_API bool kvq_model_tensor_is_as_in_file(const llama_model * model, const char * name);
+
 // Does what kv_shift and kv_copy left for the next decode, so that the cache is as its book says.
 LLAMA_API void kvq_context_apply_pending(llama_context * ctx);
 

@@ -53,7 +53,8 @@ class FakeLib:
     def __init__(self):
         self.replies = deque()
         self.last_error = b""
-        self.abi_version = 1
+        self.abi_version = 2
+        self.available_memory = 2**40
         self.add_bos = True
         self.n_swa = 0
         self.window_start = 0
@@ -179,6 +180,18 @@ class FakeLib:
         context = FakeContext(params)
         self.contexts.append(context)
         out[0] = self._new("pykvq_context", context)
+        return OK
+
+    def pykvq_available_memory(self):
+        return self.available_memory
+
+    def pykvq_available_device_memory(self):
+        return 0
+
+    def pykvq_predict_memory(self, model, params, info):
+        info.weights_bytes = 1000
+        info.kv_bytes = 1000 * params.n_ctx
+        info.compute_bytes = 1000
         return OK
 
     def pykvq_context_free(self, context):
