@@ -19,20 +19,19 @@ _STATE_HEADER = struct.Struct("<II")
 class Engine:
     """A context, the token ids that its sequence 0 holds, and the turn to use it.
 
+    ``n_ctx`` is how many tokens the sequence may hold; 0 for as many as there are cells.
+
     The methods must be called by whoever has the turn; ``close`` may be called at any time.
     """
 
-    def __init__(self, model: Model, context: Context) -> None:
+    def __init__(self, model: Model, context: Context, n_ctx: int) -> None:
         self.model = model
         self.context = context
+        # llama.cpp rounds the cells up to 256; who asks for fewer tokens gets no more
+        self.n_ctx = min(n_ctx or context.info.n_ctx_seq, context.info.n_ctx_seq)
         self.turn = Turn()
         # appended to before a decode and corrected by sync() if that fails, so that no interrupt can leave it short
         self.tokens: list[int] = []
-
-    @property
-    def n_ctx(self) -> int:
-        """Tokens that the sequence may hold."""
-        return self.context.info.n_ctx_seq
 
     @property
     def n_free(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from pykvq import native
 from pykvq.errors import ClosedError, InvalidArgumentError
 from pykvq.kv_config import KVConfig
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 # called with 0 to 1 while a model loads; returning False stops the load
 ProgressCallback = Callable[[float], "bool | None"]
 # a value of a field of a parameter struct; None leaves the library's default
@@ -131,6 +133,8 @@ def fill_struct(struct: Any, values: Mapping[str, FieldValue]) -> list[Any]:
             continue
         if isinstance(value, str):
             keep_alive.append(ffi.new("char[]", value.encode("utf-8")))
+        if isinstance(value, float) and _FLOAT32_MAX < abs(value) < math.inf:
+            raise InvalidArgumentError(f"{name}={value!r} is out of range: it does not fit a 32-bit float")
         try:
             setattr(struct, name, keep_alive[-1] if isinstance(value, str) else value)
         except (TypeError, OverflowError) as error:

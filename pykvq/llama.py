@@ -58,11 +58,13 @@ class Llama(LoadedModel):
         type_k, type_v: names of KV types: a cache without tiers, in place of ``kv_quant``.
         verbose: print the native log to stderr (process-wide).
         progress: called with 0 to 1 during the load; returning False stops it.
+        force: load even what does not seem to fit into memory.
 
     Raises:
         ModelFileError: the file is missing, unreadable, damaged or not a GGUF file.
         InvalidArgumentError: a value is out of range, or an unknown ``kv_quant`` (the valid ones are listed).
-        OutOfMemoryError, UnsupportedModelError, AbortedError, LibraryError.
+        OutOfMemoryError: too little memory is free; the message names the largest setting that fits.
+        UnsupportedModelError, AbortedError, LibraryError.
 
     Calls from several threads are served one after the other. An unfinished stream holds the model for its thread;
     another call in that thread ends it.

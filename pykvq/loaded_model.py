@@ -12,8 +12,9 @@ from pykvq import native
 from pykvq.chat_template import ChatTemplate, Message
 from pykvq.engine import Engine
 from pykvq.errors import ChatTemplateError, ContextFullError, InvalidArgumentError
-from pykvq.handles import ProgressCallback
+from pykvq.handles import FieldValue, ProgressCallback
 from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KV_TYPE_BITS, KVConfig, parse_kv_config
+from pykvq.predict import require_memory
 from pykvq.runtime import Buffer, Context, Model
 
 # llama.cpp's value for "draw a seed"; -1 means the same
@@ -63,6 +64,7 @@ class LoadedModel:
         type_v: str | None = None,
         verbose: bool = False,
         progress: ProgressCallback | None = None,
+        force: bool = False,
     ) -> None:
         self._kv = parse_kv_config(kv_quant, type_k=type_k, type_v=type_v, n_sink=n_sink)
         _check_sizes(n_ctx, n_batch, n_batch if n_ubatch is None else n_ubatch)
@@ -76,15 +78,31 @@ class LoadedModel:
         self._loaded_engine: Engine | None = None
         self.set_seed(seed)
         native.set_verbose(verbose)
-        self._model = Model(
-            model_path,
-            progress=progress,
-            n_gpu_layers=n_gpu_layers,
-            main_gpu=main_gpu,
-            vocab_only=vocab_only,
-            use_mmap=use_mmap,
-            use_mlock=use_mlock,
-        )
+        model_params: dict[str, FieldValue] = {
+            "n_gpu_layers": n_gpu_layers,
+            "main_gpu": main_gpu,
+            "use_mmap": use_mmap,
+        }
+        context_params: dict[str, FieldValue] = {
+            "n_batch": n_batch,
+            "flash_attn": {None: -1, False: 0, True: 1}[flash_attn],
+            "pooling_type": pooling_type,
+            "rope_freq_base": rope_freq_base,
+            "rope_freq_scale": rope_freq_scale,
+            "rope_scaling": rope_scaling_type,
+            "yarn_ext_factor": yarn_ext_factor,
+            "yarn_attn_factor": yarn_attn_factor,
+            "yarn_beta_fast": yarn_beta_fast,
+            "yarn_beta_slow": yarn_beta_slow,
+            "yarn_orig_ctx": yarn_orig_ctx,
+            "embeddings": embedding,
+            "offload_kqv": offload_kqv,
+            "op_offload": op_offload,
+            "swa_full": swa_full,
+        }
+        if not (force or vocab_only):
+            require_memory(model_path, self._kv, n_ctx, model_params, {**context_params, "n_ubatch": n_ubatch})
+        self._model = Model(model_path, progress=progress, vocab_only=vocab_only, use_mlock=use_mlock, **model_params)
         if vocab_only:
             return
         if n_ubatch is None:
@@ -94,29 +112,16 @@ class LoadedModel:
                 self._model,
                 self._kv,
                 n_ctx=n_ctx,
-                n_batch=n_batch,
                 n_ubatch=min(n_batch, n_ubatch),
                 n_threads=n_threads,
                 n_threads_batch=n_threads if n_threads_batch is None else n_threads_batch,
-                flash_attn={None: -1, False: 0, True: 1}[flash_attn],
-                pooling_type=pooling_type,
-                rope_freq_base=rope_freq_base,
-                rope_freq_scale=rope_freq_scale,
-                rope_scaling=rope_scaling_type,
-                yarn_ext_factor=yarn_ext_factor,
-                yarn_attn_factor=yarn_attn_factor,
-                yarn_beta_fast=yarn_beta_fast,
-                yarn_beta_slow=yarn_beta_slow,
-                yarn_orig_ctx=yarn_orig_ctx,
-                embeddings=embedding,
-                offload_kqv=offload_kqv,
-                op_offload=op_offload,
-                swa_full=swa_full,
+                force=force,
+                **context_params,
             )
         except BaseException:
             self._model.close()
             raise
-        self._loaded_engine = Engine(self._model, context)
+        self._loaded_engine = Engine(self._model, context, n_ctx)
 
     # --- tokens and text ---
 
@@ -263,7 +268,7 @@ class LoadedModel:
             "kv_bytes_f16": info.kv_bytes_f16,
             "ratio": info.kv_bytes / info.kv_bytes_f16 if info.kv_bytes_f16 else 1.0,
             "bits_per_element": 8 * info.kv_bytes / info.kv_elements if info.kv_elements else 0.0,
-            "n_ctx": info.n_ctx_seq,
+            "n_ctx": self._engine.n_ctx,
             "n_tokens": self.n_tokens,
             "tiers": tiers,
             "flash_attn": info.flash_attn,

@@ -1,14 +1,152 @@
-"""What a KV cache will take, told before anything is loaded."""
+"""What a model and its KV cache will take, told before anything is loaded."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pykvq import native
-from pykvq.handles import context_params
+from pykvq.errors import ModelFileError, OutOfMemoryError
+from pykvq.gguf_header import Header, read_headers
+from pykvq.handles import FieldValue, context_params
 from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KVConfig, parse_kv_config
 from pykvq.runtime import Model
+
+_MIB = 1024 * 1024
+_CONTEXT_STEP = 256  # llama.cpp rounds contexts up to it
+# from the best to the smallest: what to fall back on when a format does not fit
+_SMALLER_FORMATS = ("q8_0", "ultra4", "ultra2", "q2_t")
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that a model with one context takes once it runs.
+
+    ``mapped_bytes`` are pages of the model file, which the system may drop and read again; ``weights_bytes`` all
+    weights in main memory, mapped ones included. ``process_bytes`` is what this process takes without any weights:
+    Python, the libraries, and the model's vocabulary. The ``device_*`` are on GPUs.
+    """
+
+    n_ctx: int
+    mapped_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+    process_bytes: int
+    device_weights_bytes: int
+    device_kv_bytes: int
+    device_compute_bytes: int
+
+    @property
+    def new_bytes(self) -> int:
+        """Main memory that loading takes in addition to what the process has already."""
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Resident memory of the process with the model loaded and the context in use."""
+        return self.process_bytes + self.new_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory on GPUs."""
+        return self.device_weights_bytes + self.device_kv_bytes + self.device_compute_bytes
+
+
+class Predictor:
+    """A model of which only the metadata is loaded, to ask what contexts of it would take. A context manager.
+
+    Args:
+        model_path: the GGUF file; of a split model, its first file.
+        model_params: fields of ``pykvq_model_params`` that the load will have.
+
+    Raises:
+        ModelFileError: the file is missing, damaged or not a GGUF file.
+    """
+
+    def __init__(self, model_path: str | os.PathLike[str], **model_params: FieldValue) -> None:
+        self._path = Path(model_path)
+        self._uses_mmap = model_params.get("use_mmap") is not False
+        self._model = Model(model_path, progress=None, metadata_only=True, **model_params)
+        self.n_ctx_train = self._model.info.n_ctx_train
+        # the vocabulary is loaded now, and nothing else of the model
+        self._process_bytes = int(psutil.Process().memory_info().rss)
+        self._mapped: int | None = None
+
+    def __enter__(self) -> Predictor:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._model.close()
+
+    def kv_bytes(self, kv: KVConfig, n_ctx: int, **params: FieldValue) -> tuple[int, int]:
+        """Bytes of a KV cache, and of the same cache in F16. Recurrent state is not counted."""
+        ffi, lib = native.load()
+        sizes = ffi.new("int64_t[2]")
+        values, keep_alive = context_params(kv, _sized(kv, n_ctx, params))
+        with self._model.use() as model:
+            native.check(lib.pykvq_predict_kv(model, values, sizes, sizes + 1))
+        del keep_alive
+        return int(sizes[0]), int(sizes[1])
+
+    def memory(self, kv: KVConfig, n_ctx: int, **params: FieldValue) -> MemoryNeed:
+        """Bytes of everything: weights, KV cache and compute buffers. ``params`` are fields of the context's."""
+        ffi, lib = native.load()
+        info = ffi.new("pykvq_memory_info *")
+        values, keep_alive = context_params(kv, _sized(kv, n_ctx, params))
+        with self._model.use() as model:
+            native.check(lib.pykvq_predict_memory(model, values, info))
+        del keep_alive
+        mapped = self._mapped_bytes()
+        return MemoryNeed(
+            n_ctx=n_ctx,
+            mapped_bytes=mapped if self._uses_mmap else 0,
+            weights_bytes=mapped + info.weights_bytes,
+            kv_bytes=info.kv_bytes,
+            compute_bytes=info.compute_bytes,
+            process_bytes=self._process_bytes,
+            device_weights_bytes=info.device_weights_bytes,
+            device_kv_bytes=info.device_kv_bytes,
+            device_compute_bytes=info.device_compute_bytes,
+        )
+
+    def largest_context(self, kv: KVConfig, budget: int, limit: int, **params: FieldValue) -> int:
+        """The most tokens, up to ``limit``, with which all takes at most ``budget`` bytes of main memory; or 0."""
+        low, high = 0, max(limit // _CONTEXT_STEP, 1)
+        if self.memory(kv, limit, **params).new_bytes <= budget:
+            return limit
+        while high - low > 1 and high - low > low // 64:
+            middle = (low + high) // 2
+            fits = self.memory(kv, middle * _CONTEXT_STEP, **params).new_bytes <= budget
+            low, high = (middle, high) if fits else (low, middle)
+        return low * _CONTEXT_STEP
+
+    def _mapped_bytes(self) -> int:
+        """Bytes of the files between the first and the last weight that is used as it is in the file.
+
+        llama.cpp maps whole files and gives back what lies before and after those weights.
+        """
+        if self._mapped is None:
+            self._mapped = sum(self._mapped_span(header) for header in read_headers(self._path))
+        return self._mapped
+
+    def _mapped_span(self, header: Header) -> int:
+        _, lib = native.load()
+        with self._model.use() as model:
+            used = [
+                tensor
+                for tensor in header.tensors
+                if lib.pykvq_model_tensor_is_as_in_file(model, tensor.name.encode("utf-8", "replace"))
+            ]
+        if not self._uses_mmap:
+            return sum(tensor.n_bytes for tensor in used)
+        ends = [tensor.offset + tensor.n_bytes for tensor in used]
+        return max(ends) - min(tensor.offset for tensor in used) if used else 0
 
 
 def predict_kv(
@@ -36,15 +174,9 @@ def predict_kv(
         InvalidArgumentError, UnsupportedModelError: as ``Llama`` would raise.
     """
     kv = parse_kv_config(kv_quant, n_sink=n_sink)
-    ffi, lib = native.load()
-    sizes = ffi.new("int64_t[2]")
-    with Model(model_path, metadata_only=True) as model, model.use() as pointer:
-        tokens = n_ctx or model.info.n_ctx_train
-        micro_batch = min(n_batch, kv.micro_batch(tokens) if n_ubatch is None else n_ubatch)
-        params, keep_alive = context_params(kv, {"n_ctx": tokens, "n_batch": n_batch, "n_ubatch": micro_batch})
-        native.check(lib.pykvq_predict_kv(pointer, params, sizes, sizes + 1))
-        del keep_alive
-    n_bytes, n_bytes_f16 = sizes
+    with Predictor(model_path) as predictor:
+        tokens = n_ctx or predictor.n_ctx_train
+        n_bytes, n_bytes_f16 = predictor.kv_bytes(kv, tokens, n_batch=n_batch, n_ubatch=n_ubatch)
     return {
         "kv_quant": kv.name,
         "n_ctx": tokens,
@@ -52,3 +184,127 @@ def predict_kv(
         "kv_bytes_f16": n_bytes_f16,
         "ratio": n_bytes / n_bytes_f16 if n_bytes_f16 else 1.0,
     }
+
+
+def predict_memory(
+    model_path: str | os.PathLike[str],
+    n_ctx: int = 4096,
+    kv_quant: str | KVConfig = DEFAULT_PRESET,
+    *,
+    n_batch: int = 512,
+    n_ubatch: int | None = None,
+    n_sink: int = DEFAULT_SINKS,
+    n_gpu_layers: int = 0,
+    use_mmap: bool = True,
+) -> MemoryNeed:
+    """The memory of a model with its KV cache and compute buffers, from the file's metadata alone.
+
+    ``total_bytes`` of the result is the resident memory of this process once the context has been in use to its end.
+    Arguments and exceptions are those of ``Llama``; n_ctx 0 is the model's training context.
+    """
+    kv = parse_kv_config(kv_quant, n_sink=n_sink)
+    with Predictor(model_path, n_gpu_layers=n_gpu_layers, use_mmap=use_mmap) as predictor:
+        return predictor.memory(kv, n_ctx or predictor.n_ctx_train, n_batch=n_batch, n_ubatch=n_ubatch)
+
+
+def available_memory() -> int:
+    """Bytes of main memory that this process could still take, within its control group too; 0 if unknown."""
+    return int(native.load()[1].pykvq_available_memory())
+
+
+def require_memory(
+    model_path: str | os.PathLike[str],
+    kv: KVConfig,
+    n_ctx: int,
+    model_params: Mapping[str, FieldValue],
+    params: Mapping[str, FieldValue],
+) -> None:
+    """Refuses to load what does not fit, before anything is allocated.
+
+    ``model_params`` and ``params`` are fields of ``pykvq_model_params`` and ``pykvq_context_params``. A file that
+    cannot be read is let through: loading it tells what is wrong.
+
+    Raises:
+        OutOfMemoryError: too little is free; the message has the numbers and the largest setting that fits.
+    """
+    available = available_memory()
+    try:
+        if available == 0 or _surely_fits(read_headers(model_path), n_ctx, available):
+            return
+    except ModelFileError:
+        return
+    with Predictor(model_path, **model_params) as predictor:
+        need = predictor.memory(kv, n_ctx or predictor.n_ctx_train, **params)
+        _require_device_memory(model_path, need)
+        if need.new_bytes > available:
+            raise OutOfMemoryError(_refusal(model_path, predictor, kv, need, available, params))
+
+
+def _sized(kv: KVConfig, n_ctx: int, params: Mapping[str, FieldValue]) -> dict[str, FieldValue]:
+    """Parameters of a context with the micro-batch that ``Llama`` would choose."""
+    n_batch, n_ubatch = params.get("n_batch") or 512, params.get("n_ubatch") or kv.micro_batch(n_ctx)
+    return {**params, "n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": min(int(n_batch), int(n_ubatch)), "force": True}
+
+
+def _surely_fits(headers: list[Header], n_ctx: int, available: int) -> bool:
+    """Whether generous bounds stay below half of the memory, so that nothing need be computed exactly."""
+    metadata = headers[0].metadata
+    arch = metadata.get("general.architecture")
+
+    def largest(key: str) -> int:
+        value = metadata.get(f"{arch}.{key}", 0)
+        return int(max(value, default=0) if isinstance(value, list) else value)
+
+    try:
+        n_layer, n_embd, n_head = largest("block_count"), largest("embedding_length"), largest("attention.head_count")
+        n_ctx = n_ctx or largest("context_length")
+        n_head_kv = largest("attention.head_count_kv") or n_head
+        head_dim = max(largest("attention.key_length"), largest("attention.value_length"), n_embd // max(n_head, 1))
+        n_vocab = headers[0].length("tokenizer.ggml.tokens")
+        n_ff = largest("feed_forward_length")
+    except (TypeError, ValueError):
+        return False
+    weights = 2 * sum(header.file_bytes for header in headers)
+    kv = 8 * n_ctx * n_layer * n_head_kv * head_dim
+    compute = 4 * 512 * (n_ctx * max(n_head, 1) + n_vocab + 8 * n_embd + 4 * n_ff)
+    return 0 < weights + kv + compute < available // 2
+
+
+def _require_device_memory(model_path: str | os.PathLike[str], need: MemoryNeed) -> None:
+    free = int(native.load()[1].pykvq_available_device_memory())
+    if need.device_bytes > free > 0:
+        raise OutOfMemoryError(
+            f"'{os.fspath(model_path)}' needs {_mib(need.device_bytes)} of GPU memory (weights "
+            f"{_mib(need.device_weights_bytes)}, KV cache {_mib(need.device_kv_bytes)}, compute buffers "
+            f"{_mib(need.device_compute_bytes)}) and {_mib(free)} are free: use fewer n_gpu_layers, or force=True "
+            "(--force) to try all the same"
+        )
+
+
+def _refusal(
+    model_path: str | os.PathLike[str],
+    predictor: Predictor,
+    kv: KVConfig,
+    need: MemoryNeed,
+    available: int,
+    params: Mapping[str, FieldValue],
+) -> str:
+    n_ctx = predictor.largest_context(kv, available, need.n_ctx, **params)
+    fitting = [f"n_ctx {n_ctx} fits"] if n_ctx else []
+    for name in _SMALLER_FORMATS:
+        smaller = parse_kv_config(name)
+        if predictor.kv_bytes(smaller, need.n_ctx, **params)[0] >= need.kv_bytes:
+            continue
+        if predictor.memory(smaller, need.n_ctx, **params).new_bytes <= available:
+            fitting.append(f"the KV format {name} fits n_ctx {need.n_ctx}")
+            break
+    advice = ", ".join(fitting) or "no context fits: free memory, or take a smaller model"
+    return (
+        f"'{os.fspath(model_path)}' with n_ctx {need.n_ctx} in {kv.name} needs {_mib(need.new_bytes)} (weights "
+        f"{_mib(need.weights_bytes)}, KV cache {_mib(need.kv_bytes)}, compute buffers {_mib(need.compute_bytes)}) and "
+        f"{_mib(available)} are free: {advice}; force=True (--force) loads it all the same"
+    )
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / _MIB:.0f} MiB"

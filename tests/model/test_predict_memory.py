@@ -1,0 +1,107 @@
+"""The memory that is predicted is the memory that is taken, and what does not fit is refused before it is loaded."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pykvq import Llama, OutOfMemoryError, predict, predict_memory
+from pykvq.cli import run
+
+MIB = 2**20
+
+
+@pytest.fixture
+def qwen_path():
+    path = os.environ.get("PYKVQ_TEST_MODEL_QWEN")
+    if not path:
+        pytest.skip("PYKVQ_TEST_MODEL_QWEN names no Qwen2.5-Coder-0.5B")
+    return path
+
+
+# a process of its own, since memory that was freed is not always given back
+MEASURE = """
+import json, sys
+import psutil
+from pykvq import Llama, predict_memory
+path, kv, n_ctx, n_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+need = predict_memory(path, n_ctx, kv)
+with Llama(path, n_ctx=n_ctx, kv_quant=kv) as llm:
+    llm.eval([100 + i % 1000 for i in range(n_tokens)])
+    print(json.dumps([need.total_bytes, psutil.Process().memory_info().rss]))
+"""
+
+
+def measure(path, kv, n_ctx, n_tokens):
+    """Bytes (predicted, measured after n_tokens tokens)."""
+    arguments = [str(path), kv, str(n_ctx), str(n_tokens)]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, encoding="utf-8", timeout=580, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("kv", "n_ctx"), [("f16", 512), ("ultra4", 4096), ("q8_0", 2048), ("f16", 8192)])
+def test_the_prediction_is_what_is_measured(smollm2_path, kv, n_ctx):
+    predicted, measured = measure(smollm2_path, kv, n_ctx, min(n_ctx - 1, 600))
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ctx", [512, 2048, 8192, 32768])
+@pytest.mark.parametrize("kv", ["f16", "ultra4", "ultra2"])
+@pytest.mark.parametrize("model", ["smollm2", "qwen"])
+def test_the_prediction_over_models_contexts_and_presets(request, model, kv, n_ctx):
+    path = request.getfixturevalue(f"{model}_path")
+    # filling 32,768 tokens takes a quarter of an hour; the mask, which grows with them, is a small part
+    predicted, measured = measure(path, kv, n_ctx, min(n_ctx - 1, 1500))
+    print(f"{model} {kv} {n_ctx}: predicted {predicted / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB")
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def with_free_memory(monkeypatch, n_bytes):
+    monkeypatch.setattr(predict, "available_memory", lambda: n_bytes)
+
+
+def test_what_does_not_fit_is_refused_with_numbers(smollm2_path, monkeypatch):
+    with_free_memory(monkeypatch, 300 * MIB)
+    with pytest.raises(OutOfMemoryError) as caught:
+        Llama(smollm2_path, n_ctx=8192, kv_quant="f16")
+    text = str(caught.value)
+    assert "needs 389 MiB (weights 187 MiB, KV cache 180 MiB, compute buffers 22 MiB) and 300 MiB are free" in text
+    assert "the KV format q8_0 does" not in text
+    assert "ultra4 fits n_ctx 8192" in text
+    n_ctx = int(text.split("n_ctx ")[2].split()[0])
+    with Llama(smollm2_path, n_ctx=n_ctx, kv_quant="f16") as llm:
+        assert llm.n_ctx() == n_ctx
+    with pytest.raises(OutOfMemoryError):
+        Llama(smollm2_path, n_ctx=int(1.1 * n_ctx), kv_quant="f16")
+
+
+def test_a_model_that_does_not_fit_at_all(smollm2_path, monkeypatch):
+    with_free_memory(monkeypatch, 100 * MIB)
+    with pytest.raises(OutOfMemoryError, match="no context fits: free memory, or take a smaller model"):
+        Llama(smollm2_path, n_ctx=512)
+
+
+def test_force_loads_it_all_the_same(smollm2_path, monkeypatch, capsys):
+    with_free_memory(monkeypatch, 100 * MIB)
+    arguments = [str(smollm2_path), "-p", "Hello", "-n", "1", "--ctx", "512"]
+    assert run.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "--force" in error
+    assert run.main([*arguments, "--force"]) == 0
+
+
+def test_the_parts_add_up(smollm2_path):
+    need = predict_memory(smollm2_path, 4096, "f16")
+    assert need.kv_bytes == 4096 * 23_040
+    assert need.new_bytes == need.weights_bytes + need.kv_bytes + need.compute_bytes
+    assert need.total_bytes == need.process_bytes + need.new_bytes
+    assert need.device_bytes == 0
+    assert 90 * MIB < need.mapped_bytes < 100 * MIB
+    assert predict_memory(smollm2_path, 4096, "f16", use_mmap=False).mapped_bytes == 0
