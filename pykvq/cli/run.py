@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pykvq import __version__
-from pykvq.cli.console import answer_summary, drop_stdout, interruptible, note, progress_bar, rate, write
-from pykvq.errors import AbortedError, InvalidArgumentError, PykvqError
+from pykvq.cli.console import answer_summary, interruptible, note, progress_bar, rate, write
+from pykvq.cli.program import new_app, print_version, require, run_program
+from pykvq.errors import InvalidArgumentError
 from pykvq.kv_config import DEFAULT_PRESET, KV_TYPE_BITS, kv_presets, parse_kv_config
 
 if TYPE_CHECKING:
@@ -24,13 +22,10 @@ if TYPE_CHECKING:
     from pykvq.llama import Llama
 
 PROGRAM = "pykvq-run"
-EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 MAX_CONTEXT = 2**30
 MAX_THREADS = 512
+MAX_TEMPERATURE = 1_000_000
 DEFAULT_ANSWER_TOKENS = 256
-
-# typer brings its own click or uses the installed one, depending on its version; this is UsageError of either
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @dataclass(frozen=True)
@@ -50,15 +45,21 @@ class Options:
     chat: bool
     json: bool
     verbose: bool
+    force: bool
 
     def first_messages(self) -> list[dict[str, str]]:
         """The messages that a chat begins with."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
 
-def _parse(
+def _command(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="A GGUF file. Without it: a small demo model, fetched once.")
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A GGUF file, hf:ORG/REPO[:FILE] of the Hugging Face hub, or the name of a model that "
+            "`pykvq-models list` shows. Without it: a small demo model, fetched once.",
+        ),
     ] = None,
     ctx: Annotated[
         int, typer.Option("--ctx", metavar="N", help="Tokens of context; 0: as many as the model was trained on.")
@@ -102,30 +103,30 @@ def _parse(
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With -p: print one JSON object instead of text.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Load even what does not seem to fit into memory.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the native log to stderr.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> Options | int:
+) -> int:
     """Run a GGUF model with a KV cache that is a fraction of its usual size.
 
     The answer goes to stdout, everything else to stderr.
     """
     del no_calibrate  # accepted, see its help
     if version:
-        write(f"{PROGRAM} {__version__}\n")
-        return 0
-    _require(0 <= ctx <= MAX_CONTEXT, "--ctx", ctx, f"0 (the model's training context) or 1 to {MAX_CONTEXT} tokens")
-    _require(n is None or n == -1 or n >= 1, "-n", n, "-1 (until the context is full) or at least 1 token")
-    _require(0 <= temp < float("inf"), "--temp", temp, "0 (greedy) or more")
-    _require(-1 <= seed < 2**32, "--seed", seed, f"-1 (random) or 0 to {2**32 - 1}")
-    _require(threads is None or 1 <= threads <= MAX_THREADS, "--threads", threads, f"1 to {MAX_THREADS}")
-    _require(-1 <= n_gpu_layers < 2**31, "--n-gpu-layers", n_gpu_layers, "-1 (all) or more")
+        return print_version(PROGRAM)
+    require(0 <= ctx <= MAX_CONTEXT, "--ctx", ctx, f"0 (the model's training context) or 1 to {MAX_CONTEXT} tokens")
+    require(n is None or n == -1 or n >= 1, "-n", n, "-1 (until the context is full) or at least 1 token")
+    require(0 <= temp <= MAX_TEMPERATURE, "--temp", temp, f"0 (greedy) to {MAX_TEMPERATURE}")
+    require(-1 <= seed < 2**32, "--seed", seed, f"-1 (random) or 0 to {2**32 - 1}")
+    require(threads is None or 1 <= threads <= MAX_THREADS, "--threads", threads, f"1 to {MAX_THREADS}")
+    require(-1 <= n_gpu_layers < 2**31, "--n-gpu-layers", n_gpu_layers, "-1 (all) or more")
     parse_kv_config(kv)
     if as_json and prompt is None:
         raise InvalidArgumentError("--json needs a prompt: add -p PROMPT")
     if system is not None and prompt is not None and not chat:
         raise InvalidArgumentError("--system needs the chat template: add --chat, or leave -p out")
     answer_tokens = DEFAULT_ANSWER_TOKENS if n is None and prompt is not None else n
-    return Options(
+    options = Options(
         model=model,
         ctx=ctx,
         kv=kv,
@@ -139,12 +140,9 @@ def _parse(
         chat=chat,
         json=as_json,
         verbose=verbose,
+        force=force,
     )
-
-
-def _require(valid: bool, option: str, value: Any, rule: str) -> None:
-    if not valid:
-        raise InvalidArgumentError(f"{option} {value} is out of range: give {rule}")
+    return _run(options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,52 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Any failure is one line on stderr.
     """
-    verbose = "--verbose" in (sys.argv[1:] if argv is None else argv)
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
-    try:
-        options = _command_line(argv)
-        code = options if isinstance(options, int) else _run(options)
-        sys.stdout.flush()
-        return code
-    except (KeyboardInterrupt, typer.Abort, AbortedError):
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        drop_stdout()
-        return EXIT_FAILURE
-    except Exception as error:
-        if verbose:
-            traceback.print_exc()
-        return _report(error)
-
-
-def _report(error: Exception) -> int:
-    """Prints the one line for an error and returns the exit code."""
-    if isinstance(error, _UsageError):
-        note(f"{PROGRAM}: error: {error.format_message()} (see {PROGRAM} --help)")  # type: ignore[attr-defined]
-        return EXIT_USAGE
-    if isinstance(error, PykvqError):
-        note(f"{PROGRAM}: error: {error}")
-        return EXIT_USAGE if isinstance(error, InvalidArgumentError) else EXIT_FAILURE
-    note(f"{PROGRAM}: error: {type(error).__name__}: {error} (--verbose shows where)")
-    return EXIT_FAILURE
-
-
-def _command_line(argv: Sequence[str] | None) -> Options | int:
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(_parse)
-    command = typer.main.get_command(app)
-    arguments = None if argv is None else list(argv)
-    result: Options | int = command.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
-    return result
+    app = new_app()
+    app.command()(_command)
+    return run_program(PROGRAM, app, argv)
 
 
 def _run(options: Options) -> int:
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        # a terminal or locale that cannot show a character must not end an answer
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     started = time.perf_counter()
     with _load(options) as llm:
         load_s = time.perf_counter() - started
@@ -209,7 +167,7 @@ def _run(options: Options) -> int:
 
 
 def _load(options: Options) -> Llama:
-    path = _fetch_demo_model() if options.model is None else options.model
+    path = _fetch_demo_model() if options.model is None else _find_model(options.model)
     from pykvq.llama import Llama
 
     with progress_bar("loading") as show:
@@ -222,7 +180,15 @@ def _load(options: Options) -> Llama:
             seed=options.seed,
             verbose=options.verbose,
             progress=lambda done: show(done, 1),
+            force=options.force,
         )
+
+
+def _find_model(name: str) -> str:
+    from pykvq.models import resolve
+
+    with progress_bar(name, is_bytes=True) as show:
+        return str(resolve(name, progress=show))
 
 
 def _fetch_demo_model() -> str:

@@ -1,0 +1,336 @@
+"""Downloads from the Hugging Face hub, or from a mirror that speaks its API.
+
+Downloads resume where they were interrupted, and a file is only put in its place when its SHA-256 is the hub's. The
+hub is the one that HF_ENDPOINT names, the token is HF_TOKEN or the one that `hf auth login` kept, and HF_HUB_OFFLINE=1
+forbids the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from pykvq.catalog import cache_dir
+from pykvq.errors import DownloadError, InvalidArgumentError
+from pykvq.gguf_header import part_paths
+
+Progress = Callable[[int, int], None]
+
+_REFERENCE = re.compile(r"(?:hf:)?(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+))?")
+_PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
+# what to take from a repository when nobody says
+_PREFERRED = ("q4_k_m", "q4_0", "q5_k_m", "q8_0", "f16", "bf16")
+_LISTED = 12
+_BLOCK_BYTES = 1 << 20
+_TIMEOUT_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A repository, and which of its models: a file, a type such as "Q4_K_M", or None for the usual one."""
+
+    repo: str
+    file: str | None
+
+    def __str__(self) -> str:
+        return f"hf:{self.repo}" + (f":{self.file}" if self.file else "")
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository."""
+
+    name: str
+    n_bytes: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at one commit."""
+
+    repo: str
+    commit: str
+    files: tuple[HubFile, ...]
+
+
+def models_dir() -> Path:
+    """Where pykvq keeps models: catalog models as they are, those of the hub below ORG/REPO."""
+    return cache_dir() / "models"
+
+
+def parse_reference(text: str) -> Reference:
+    """Reads hf:ORG/REPO[:FILE].
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+    match = _REFERENCE.fullmatch(text)
+    if match is None or ".." in text:
+        raise InvalidArgumentError(f"{text!r} names no model of the hub: write hf:ORG/REPO or hf:ORG/REPO:FILE")
+    return Reference(match["repo"], match["file"])
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids the network."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def pull(reference: Reference, progress: Progress | None = None) -> Path:
+    """Fetches a model and returns the path of its (first) file; what is here in full is not fetched again.
+
+    Raises:
+        DownloadError: offline, no such repository or file, no permission, no space, or a file with another hash.
+    """
+    if is_offline():
+        return _pulled_before(reference)
+    repository = list_files(reference.repo)
+    chosen = choose(repository, reference.file)
+    fetch_files(repository, chosen, models_dir() / repository.repo, progress)
+    return models_dir() / repository.repo / chosen[0].name
+
+
+def list_files(repo: str) -> Repository:
+    """The files of a repository at its newest commit.
+
+    Raises:
+        DownloadError: no such repository, no permission, or no network.
+    """
+    from huggingface_hub import HfApi
+
+    with _hub_errors(repo):
+        info = HfApi(endpoint=_endpoint()).model_info(repo, files_metadata=True, timeout=_TIMEOUT_SECONDS)
+    files = []
+    for sibling in info.siblings or []:
+        path = PurePosixPath(sibling.rfilename)
+        # such a name would be written outside of the model's folder
+        if path.is_absolute() or ".." in path.parts or "\\" in sibling.rfilename or "\0" in sibling.rfilename:
+            raise DownloadError(f"{repo} has a file named {sibling.rfilename!r}: it is not fetched")
+        files.append(HubFile(sibling.rfilename, int(sibling.size or 0), sibling.lfs.sha256 if sibling.lfs else None))
+    return Repository(info.id or repo, info.sha or "main", tuple(files))
+
+
+def choose(repository: Repository, wanted: str | None) -> list[HubFile]:
+    """The file, or the files of a split model, that ``wanted`` names.
+
+    Raises:
+        DownloadError: there is none; the message lists what there is.
+    """
+    models: dict[str, list[HubFile]] = {}
+    for file in sorted(repository.files, key=lambda file: file.name):
+        name = PurePosixPath(file.name)
+        if name.suffix == ".gguf" and not name.name.startswith("mmproj"):
+            models.setdefault(_PART_SUFFIX.sub("", file.name.removesuffix(".gguf")), []).append(file)
+    if not models:
+        raise DownloadError(
+            f"{repository.repo} has no GGUF file: convert it with `pykvq-convert {repository.repo} OUT.gguf`"
+        )
+    for tag in [wanted] if wanted else [*_PREFERRED, ""]:
+        matching = [files for stem, files in models.items() if _matches(stem, files, tag)]
+        if matching:
+            return _complete(repository, matching[0])
+    names = [files[0].name for files in models.values()]
+    listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+    raise DownloadError(f"{repository.repo} has no model {wanted!r}: it has {listed}")
+
+
+def fetch_files(repository: Repository, files: list[HubFile], folder: Path, progress: Progress | None = None) -> None:
+    """Fetches files of a repository into a folder; those that are here in full are not fetched again.
+
+    Raises:
+        DownloadError: no space, no permission, a broken connection, or a file with another hash, which is deleted.
+    """
+    total = sum(file.n_bytes for file in files)
+    done = 0
+    missing = []
+    for file in files:
+        if _is_here(folder / file.name, file):
+            done += file.n_bytes
+        else:
+            missing.append(file)
+    _require_space(folder, sum(file.n_bytes - _size(_partial(folder, file)) for file in missing))
+    for file in missing:
+
+        def report(n_bytes: int, already: int = done) -> None:
+            if progress is not None:
+                progress(already + n_bytes, total)
+
+        _fetch(repository, file, folder, report)
+        done += file.n_bytes
+
+
+def _matches(stem: str, files: list[HubFile], tag: str) -> bool:
+    if any(tag in (file.name, PurePosixPath(file.name).name) for file in files):
+        return True
+    name = PurePosixPath(stem).name.lower()
+    return re.search(rf"(^|[-._]){re.escape(tag.lower().removesuffix('.gguf'))}$", name) is not None or tag == ""
+
+
+def _complete(repository: Repository, files: list[HubFile]) -> list[HubFile]:
+    expected = [path.name for path in part_paths(PurePosixPath(files[0].name).name)]
+    if [PurePosixPath(file.name).name for file in files] != expected:
+        raise DownloadError(f"{repository.repo} has {len(files)} of the {len(expected)} files of {files[0].name}")
+    return files
+
+
+def _pulled_before(reference: Reference) -> Path:
+    from pykvq.models import find
+
+    model = find(str(reference))
+    if model is None:
+        raise DownloadError(
+            f"{reference} is not on this machine, and HF_HUB_OFFLINE is set: unset it to fetch the model"
+        )
+    return model.path
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _partial(folder: Path, file: HubFile) -> Path:
+    """Where a file grows; the hash in its name keeps an older version from being continued."""
+    target = folder / file.name
+    return target.with_name(f".{target.name}.{(file.sha256 or 'unknown')[:16]}.part")
+
+
+def _is_here(path: Path, file: HubFile) -> bool:
+    # its hash was compared before it was moved here
+    return path.is_file() and path.stat().st_size == file.n_bytes
+
+
+def _require_space(folder: Path, needed: int) -> None:
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise DownloadError(
+            f"not enough space in {parent}: {needed / 1e6:.0f} MB are to be fetched, {free / 1e6:.0f} MB are free; "
+            "free some, or set PYKVQ_CACHE_DIR to a folder with more room"
+        )
+
+
+class _CountingFile:
+    """A file for the hub's client to write to, which tells how far it is."""
+
+    def __init__(self, file: BinaryIO, on_size: Callable[[int], None]) -> None:
+        self._file = file
+        self._on_size = on_size
+
+    def write(self, block: bytes) -> int:
+        n = self._file.write(block)
+        self._on_size(self._file.tell())
+        return n
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _fetch(repository: Repository, file: HubFile, folder: Path, on_size: Callable[[int], None]) -> None:
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers, disable_progress_bars  # type: ignore[attr-defined, unused-ignore]
+
+    disable_progress_bars("huggingface_hub.http_get")
+    # it tells every try again; what fails in the end is told by us
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    target, partial = folder / file.name, _partial(folder, file)
+    url = hf_hub_url(repository.repo, file.name, revision=repository.commit, endpoint=_endpoint())
+    with _write_errors(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("ab") as output, _hub_errors(f"{repository.repo}:{file.name}"):
+            if output.tell() > file.n_bytes:
+                output.truncate(0)
+            http_get(
+                url,
+                _CountingFile(output, on_size),  # type: ignore[arg-type, unused-ignore]
+                resume_size=output.tell(),
+                headers=build_hf_headers(),
+                expected_size=file.n_bytes,
+            )
+        _verify(partial, file, repository)
+        os.replace(partial, target)
+
+
+def _verify(partial: Path, file: HubFile, repository: Repository) -> None:
+    if file.sha256 is None:  # a small file that the hub keeps in git; its size was compared
+        return
+    digest = hashlib.sha256()
+    with partial.open("rb") as source:
+        while block := source.read(_BLOCK_BYTES):
+            digest.update(block)
+    if digest.hexdigest() != file.sha256:
+        partial.unlink()
+        raise DownloadError(
+            f"{file.name} from {repository.repo} has sha256 {digest.hexdigest()}, the hub says {file.sha256}: it was "
+            "deleted; try again, or check the mirror that HF_ENDPOINT names"
+        )
+
+
+@contextlib.contextmanager
+def _write_errors(folder: Path) -> Iterator[None]:
+    """Turns failures of the disk into one line; what was fetched so far stays for the next try."""
+    try:
+        yield
+    except DownloadError:
+        raise
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise DownloadError(
+                f"no space left in {folder}: free some and repeat the command, it goes on where it stopped"
+            ) from error
+        raise DownloadError(
+            f"cannot write to {folder} ({error.strerror or error}): set PYKVQ_CACHE_DIR to a folder you can write to"
+        ) from error
+
+
+@contextlib.contextmanager
+def _hub_errors(what: str) -> Iterator[None]:
+    """Turns failures of the hub's client into one line."""
+    from huggingface_hub import errors
+
+    hub = _endpoint() or "the hub"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise DownloadError(
+            f"{what} is gated: accept its terms on its page and set HF_TOKEN to a token of yours"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise DownloadError(
+            f"{hub} has no repository {what}, or it is private: check the name, and set HF_TOKEN if it is private"
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise DownloadError(f"{hub} has no {what} any more: try again") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no status"
+        advice = "set HF_TOKEN to a token that may read it" if status in (401, 403) else "try again later"
+        raise DownloadError(f"{hub} refused {what} with status {status}: {advice}") from error
+    except errors.HFValidationError as error:
+        raise DownloadError(f"{what} is no name that the hub knows: write ORG/REPO") from error
+    except errors.HTTPError as error:  # type: ignore[attr-defined, unused-ignore]
+        raise DownloadError(
+            f"the connection to {hub} failed while fetching {what} ({error}): repeat the command, it goes on where it "
+            "stopped; HF_ENDPOINT names a mirror"
+        ) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise DownloadError(
+            f"{what} was cut short ({error}): repeat the command, it goes on where it stopped"
+        ) from error
