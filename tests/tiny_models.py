@@ -97,8 +97,9 @@ class TinyModel:
             tensors |= {f"blk.{il}.{name}": values for name, values in layer.items()}
         return tensors
 
-    def write(self, path: Path) -> Path:
-        writer = gguf.GGUFWriter(path, self.arch)
+    def write(self, path: Path, tensors_per_file: int = 0) -> Path:
+        """Writes the model, in several files if ``tensors_per_file`` is above 0; returns the (first) file."""
+        writer = gguf.GGUFWriter(None, self.arch, split_max_tensors=tensors_per_file)
         writer.add_name(f"tiny {self.arch} {self.head_dim_k}/{self.dim_v} seed {self.seed}")
         writer.add_context_length(self.n_ctx_train)
         writer.add_embedding_length(self.n_embd)
@@ -122,11 +123,11 @@ class TinyModel:
         self._write_tokenizer(writer)
         for name, values in self.weights().items():
             writer.add_tensor(name, values.astype(np.float16) if self.f16 and values.ndim == 2 else values)
-        writer.write_header_to_file()
+        writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return path
+        return min(path.parent.glob(f"{path.stem}-*-of-*.gguf")) if tensors_per_file else path
 
     @staticmethod
     def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
