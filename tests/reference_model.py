@@ -1,4 +1,4 @@
-"""The tiny llama and plamo3 models in NumPy, float64, attending to K and V rows that the caller gives.
+"""llama and plamo3 models in NumPy, attending in float64 to K and V rows that the caller gives.
 
 It judges what a context computed from the rows that lie in its cache, whatever precision they have.
 """
@@ -6,7 +6,8 @@ It judges what a context computed from the rows that lie in its cache, whatever 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+from file_model import FileModel
+from numpy.typing import DTypeLike, NDArray
 from tiny_models import TinyModel
 
 Array = NDArray[np.float64]
@@ -15,11 +16,11 @@ Rows = tuple[Array, Array]
 
 
 class ReferenceModel:
-    def __init__(self, tiny: TinyModel) -> None:
+    def __init__(self, tiny: TinyModel | FileModel, dtype: DTypeLike = np.float64) -> None:
         assert tiny.arch in ("llama", "plamo3"), tiny.arch
         assert tiny.window == 0
         self.tiny = tiny
-        self.weights = {name: values.astype(np.float64) for name, values in tiny.weights().items()}
+        self.weights = {name: values.astype(dtype, copy=False) for name, values in tiny.weights().items()}
 
     def forward(self, token: int, pos: int, rows: list[Rows]) -> tuple[Array, list[Rows]]:
         """Logits of a token that attends to the given rows, a pair a layer, its own among them.
@@ -32,7 +33,7 @@ class ReferenceModel:
             layer = {k.removeprefix(f"blk.{il}."): w for k, w in self.weights.items() if k.startswith(f"blk.{il}.")}
             q, k, v = self._qkv(layer, self._norm(x, layer["attn_norm.weight"]), pos)
             own.append((k[None], v[None]))
-            attended = layer["attn_output.weight"] @ self._attention(q, *rows[il]).reshape(-1)
+            attended = layer["attn_output.weight"] @ self._attention(q, *rows[il]).reshape(-1).astype(x.dtype)
             x = x + self._post_norm(attended, layer.get("post_attention_norm"))
             hidden = self._ffn(layer, self._norm(x, layer["ffn_norm.weight"]))
             x = x + self._post_norm(hidden, layer.get("post_ffw_norm"))

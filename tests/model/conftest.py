@@ -1,4 +1,5 @@
 import pytest
+from file_model import FileModel
 
 from pykvq import Llama
 
@@ -11,3 +12,15 @@ def llm(smollm2_path):
     """
     with Llama(smollm2_path, kv_quant="f16", n_ctx=1024, n_batch=32, n_threads=1) as model:
         yield model
+
+
+@pytest.fixture(scope="session")
+def smollm2_f32(smollm2_path, tmp_path_factory):
+    """SmolLM2 with its weights as float32, a FileModel of 540 MB.
+
+    On the weights of the file ggml rounds activations to 8 bits, so that any other order of a sum moves logits by some
+    tenths. Without that two ways to compute the same agree closely.
+    """
+    path = tmp_path_factory.mktemp("smollm2") / "smollm2-f32.gguf"
+    yield FileModel(smollm2_path).write_f32(path)
+    path.unlink()

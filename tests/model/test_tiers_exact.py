@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from file_model import FileModel
 from native_api import Context, Model, encode, parse_tiers
 from reference_model import ReferenceModel
 from saved_tiers import SavedTiers, padded_dim, read_saved_tiers
@@ -76,13 +77,13 @@ def unrotated(monkeypatch):
     monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", "1")
 
 
-def steps(model, tiny, tiers, n_tokens=400, n_sink=N_SINK):
-    """Decodes n_tokens tokens in batches of 1 to N_UBATCH."""
+def steps(model, tiny, tiers, tokens=None, n_sink=N_SINK):
+    """Decodes tokens, 400 if none are given, in batches of 1 to N_UBATCH."""
     context = Context(model, tiers, n_ctx=N_CTX, n_ubatch=N_UBATCH, n_sink=n_sink)
-    tokens = random_tokens(n_tokens)
+    tokens = tokens or random_tokens(400)
     rng = np.random.default_rng(7)
     start = 0
-    while start < n_tokens:
+    while start < len(tokens):
         batch = tokens[start : start + int(rng.integers(1, N_UBATCH + 1))]
         logits = context.decode(batch, start, want="all")
         (state,) = read_saved_tiers(context.save(), tiny, tiers)
@@ -154,20 +155,30 @@ def logits_error(reference: ReferenceModel, step: Step, i: int, rotations=(1, 1)
     return float(np.abs(step.logits[i] - logits).max() / logits.std()), own_error
 
 
-def run_lock_step(model: Model, tiny: TinyModel, tiers: str, n_sink: int = N_SINK, rotations=(1, 1)) -> None:
-    reference = ReferenceModel(tiny)
+def run_lock_step(
+    model: Model,
+    tiny: TinyModel | FileModel,
+    tiers: str,
+    n_sink: int = N_SINK,
+    rotations: tuple[int, int] = (1, 1),
+    tokens: list[int] | None = None,
+    limit: float = LOGITS_LIMIT,
+    every: int = 1,
+) -> None:
+    """Compares the rows of each step, and logits with those of the reference at one step in ``every``."""
+    reference = ReferenceModel(tiny, np.float64 if isinstance(tiny, TinyModel) else np.float32)
     window = parse_tiers(tiers)[0].n_tokens
     before, n_moved, errors, own_errors = None, 0, [], []
-    for step in steps(model, tiny, tiers, n_sink=n_sink):
+    for i_step, step in enumerate(steps(model, tiny, tiers, tokens, n_sink)):
         assert_places(step.state, step.start + len(step.tokens), window, n_sink)
         n_moved += assert_rows(before, step.state) if before else 0
         before = step.state
-        for i in {0, len(step.tokens) - 1}:
+        for i in {0, len(step.tokens) - 1} if i_step % every == 0 else ():
             error, own_error = logits_error(reference, step, i, rotations)
             errors.append(error)
             own_errors.append(own_error)
     print(f"largest errors: logits {max(errors):.1e}, rows written {max(own_errors):.1e}; {n_moved} moves")
-    assert max(errors) < (LOGITS_LIMIT_F16 if tiny.f16 else LOGITS_LIMIT)
+    assert max(errors) < limit
     assert max(own_errors) < OWN_LIMIT[before.types[0][0]]
     # each token came down tier by tier
     assert n_moved == sum(tier * len(before.positions(tier)) for tier in range(len(before.types)))
@@ -177,7 +188,7 @@ def run_lock_step(model: Model, tiny: TinyModel, tiers: str, n_sink: int = N_SIN
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_lock_step(model_of, unrotated, name, tiers):
-    run_lock_step(model_of(name), MODELS[name], tiers)
+    run_lock_step(model_of(name), MODELS[name], tiers, limit=LOGITS_LIMIT_F16 if MODELS[name].f16 else LOGITS_LIMIT)
 
 
 @pytest.mark.parametrize(("window", "n_sink"), [(0, 4), (64, 0), (0, 0), (1, 1), (64, 60)])
@@ -189,6 +200,13 @@ def test_lock_step_of_windows_and_sinks(model_of, unrotated, window, n_sink):
 def test_lock_step_of_rotated_rows(model_of, name, rotations):
     """By default llama.cpp stores K and V rotated by Hadamard matrices if a type is quantized."""
     run_lock_step(model_of(name), MODELS[name], TIERS[0], rotations=rotations)
+
+
+def test_lock_step_of_smollm2(smollm2_f32):
+    """30 layers with the keys and values of a trained model, stored rotated as by default."""
+    tokens = np.random.default_rng(0).integers(300, 49000, 260).tolist()
+    model = Model(smollm2_f32.path)
+    run_lock_step(model, smollm2_f32, "f16:48+q4_ve:64+q2_t", rotations=(64, 64), tokens=tokens, every=12)
 
 
 @pytest.mark.parametrize("swap", [(0, 399), (2, 3), (390, 391)])
@@ -203,7 +221,7 @@ def test_the_reference_sees_two_swapped_rows(model_of, unrotated, swap):
 
 def test_the_row_check_sees_a_flipped_bit(model_of, unrotated):
     before, after = None, None
-    for step in steps(model_of("64"), MODELS["64"], TIERS[0], n_tokens=200):
+    for step in steps(model_of("64"), MODELS["64"], TIERS[0], random_tokens(200)):
         before, after = after, step.state
     assert_rows(before, after)
     tier = max(cell.tier for cell in after.cells.values())
