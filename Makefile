@@ -6,6 +6,7 @@ PYTHON ?= python3
 ARGS   ?=
 
 INSTALLED := $(VENV)/.installed
+TOOLS     := $(VENV)/.tools
 NATIVE    := $(shell find native ggml_patches cmake -type f -not -name '*.md' -not -path '*/__pycache__/*')
 
 .PHONY: run test test-all test-native lint format check-patches clean
@@ -16,7 +17,7 @@ run: $(INSTALLED)
 test: $(INSTALLED) test-native
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(INSTALLED) test-native
+test-all: $(INSTALLED) $(TOOLS) test-native
 	$(BIN)/python -m pytest
 
 # The KV types' own tests, under AddressSanitizer and UndefinedBehaviorSanitizer.
@@ -51,4 +52,9 @@ $(VENV)/bin/python:
 $(INSTALLED): $(VENV)/bin/python pyproject.toml CMakeLists.txt models/catalog.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'scikit-build-core>=0.10' 'cffi>=1.17' 'cmake>=3.21' ninja 'pip>=23'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# What pykvq-convert and plots need: torch is some gigabytes.
+$(TOOLS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev,tools]'
 	@touch $@

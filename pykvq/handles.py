@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvq import native
-from pykvq.errors import ClosedError, InvalidArgumentError
+from pykvq.errors import ClosedError, InvalidArgumentError, PykvqError, StateError
 from pykvq.kv_config import KVConfig
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -109,14 +109,30 @@ class HandleOwner(Closeable):
 
 
 class ProgressGuard:
-    """Keeps an exception of a progress callback from being lost in native code."""
+    """Keeps an exception of a progress callback from being lost in native code.
 
-    def __init__(self, callback: ProgressCallback) -> None:
+    The native library holds the guard as a bare pointer: it must outlive the call that gets ``arguments()``.
+    """
+
+    def __init__(self, callback: ProgressCallback | None) -> None:
         self._callback = callback
+        self._handle = native.load()[0].new_handle(self)
         self.error: BaseException | None = None
 
+    def arguments(self) -> tuple[Any, Any]:
+        """The function pointer and the user data for the native call."""
+        ffi, lib = native.load()
+        return (ffi.NULL, ffi.NULL) if self._callback is None else (lib.pykvq_py_progress, self._handle)
+
+    def check(self, status: int, *, format_error: type[PykvqError] = StateError) -> None:
+        """Raises what the callback raised, or else the exception of a ``pykvq_status``."""
+        if self.error is not None:
+            raise self.error
+        native.check(status, format_error=format_error)
+
     def __call__(self, progress: float) -> bool:
-        """Whether to go on loading."""
+        """Whether to go on."""
+        assert self._callback is not None
         try:
             return self._callback(progress) is not False
         except BaseException as error:

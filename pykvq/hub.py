@@ -68,6 +68,12 @@ def models_dir() -> Path:
     return cache_dir() / "models"
 
 
+def hf_cache_dir() -> Path:
+    """The cache of the Hugging Face libraries, which other programs share."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+
+
 def parse_reference(text: str) -> Reference:
     """Reads hf:ORG/REPO[:FILE].
 
@@ -92,9 +98,15 @@ def pull(reference: Reference, progress: Progress | None = None) -> Path:
         DownloadError: offline, no such repository or file, no permission, no space, or a file with another hash.
     """
     if is_offline():
-        return _pulled_before(reference)
-    repository = list_files(reference.repo)
+        return _pulled_before(reference, None)
+    try:
+        repository = list_files(reference.repo)
+    except DownloadError as error:
+        return _pulled_before(reference, error)
     chosen = choose(repository, reference.file)
+    cached = _in_hub_cache(repository, chosen)
+    if cached is not None:
+        return cached
     fetch_files(repository, chosen, models_dir() / repository.repo, progress)
     return models_dir() / repository.repo / chosen[0].name
 
@@ -168,11 +180,14 @@ def fetch_files(repository: Repository, files: list[HubFile], folder: Path, prog
         done += file.n_bytes
 
 
+def has_type(stem: str, tag: str) -> bool:
+    """Whether a file name without its ending says that the model is of a type, such as "Q4_K_M"."""
+    return re.search(rf"(^|[-._]){re.escape(tag.lower())}$", stem.lower()) is not None
+
+
 def _matches(stem: str, files: list[HubFile], tag: str) -> bool:
-    if any(tag in (file.name, PurePosixPath(file.name).name) for file in files):
-        return True
-    name = PurePosixPath(stem).name.lower()
-    return re.search(rf"(^|[-._]){re.escape(tag.lower().removesuffix('.gguf'))}$", name) is not None or tag == ""
+    names = {name for file in files for name in (file.name, PurePosixPath(file.name).name)}
+    return tag == "" or tag in names or has_type(PurePosixPath(stem).name, tag.removesuffix(".gguf"))
 
 
 def _complete(repository: Repository, files: list[HubFile]) -> list[HubFile]:
@@ -182,15 +197,29 @@ def _complete(repository: Repository, files: list[HubFile]) -> list[HubFile]:
     return files
 
 
-def _pulled_before(reference: Reference) -> Path:
+def _pulled_before(reference: Reference, problem: DownloadError | None) -> Path:
+    """The model as it is on this machine, when the hub cannot be asked."""
     from pykvq.models import find
 
     model = find(str(reference))
-    if model is None:
-        raise DownloadError(
-            f"{reference} is not on this machine, and HF_HUB_OFFLINE is set: unset it to fetch the model"
-        )
-    return model.path
+    if model is not None:
+        return model.path
+    if problem is not None:
+        raise problem
+    raise DownloadError(f"{reference} is not on this machine, and HF_HUB_OFFLINE is set: unset it to fetch it")
+
+
+def _in_hub_cache(repository: Repository, files: list[HubFile]) -> Path | None:
+    """The path of the first file if another program fetched all of them into the Hugging Face cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    paths = [
+        try_to_load_from_cache(repository.repo, file.name, cache_dir=hf_cache_dir(), revision=repository.commit)
+        for file in files
+    ]
+    found = [Path(path) for path in paths if isinstance(path, str)]
+    sizes = [_size(path) for path in found]
+    return found[0] if sizes == [file.n_bytes for file in files] else None
 
 
 def _endpoint() -> str | None:

@@ -68,6 +68,7 @@ class ModelFile:
     calibration: Path | None
     n_params: int
     weights_bytes: int
+    largest_tensor: int  # elements
     weight_types: dict[str, WeightType]
 
     @property
@@ -104,6 +105,7 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
         calibration=_calibration(path),
         n_params=sum(tensor.n_elements for tensor in tensors),
         weights_bytes=sum(tensor.n_bytes for tensor in tensors),
+        largest_tensor=max((tensor.n_elements for tensor in tensors), default=0),
         weight_types=_by_type(tensors),
     )
 

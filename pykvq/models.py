@@ -48,13 +48,11 @@ def folders() -> list[Folder]:
     """Where models are looked for; some may not exist."""
     home = Path.home()
     cache = home / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    own = [Folder("pykvq", hub.models_dir())]
-    given = [Folder("own", Path(part).expanduser()) for part in os.environ.get(_FOLDERS_VARIABLE, "").split(os.pathsep)]
-    hf_home = Path(os.environ.get("HF_HOME") or home / ".cache" / "huggingface")
+    given = filter(None, os.environ.get(_FOLDERS_VARIABLE, "").split(os.pathsep))
     return [
-        *own,
-        *(folder for folder in given if str(folder.path) != "."),
-        Folder("Hugging Face", Path(os.environ.get("HF_HUB_CACHE") or hf_home / "hub")),
+        Folder("pykvq", hub.models_dir()),
+        *(Folder(_FOLDERS_VARIABLE, Path(part).expanduser()) for part in given),
+        Folder("Hugging Face", hub.hf_cache_dir()),
         Folder("LM Studio", home / ".lmstudio" / "models"),
         Folder("LM Studio", home / ".cache" / "lm-studio" / "models"),
         Folder("llama.cpp", Path(os.environ.get("LLAMA_CACHE") or cache / "llama.cpp")),
@@ -80,8 +78,8 @@ def find(name: str) -> LocalModel | None:
     """
     wanted = name.lower().removeprefix("hf:")
     models = local_models()
-    for keys_of in (_full_names, _short_names):
-        matches = [model for model in models if wanted in keys_of(model)]
+    for is_named in (_has_full_name, _has_short_name, _has_type):
+        matches = [model for model in models if is_named(model, wanted)]
         if len(matches) > 1:
             listed = ", ".join(sorted({model.name for model in matches}))
             if len({model.name for model in matches}) > 1:
@@ -185,11 +183,17 @@ def _name(folder: Folder, path: Path) -> str:
     return f"{parts[0]}/{parts[1]}:{stem}" if len(parts) > 2 else stem
 
 
-def _full_names(model: LocalModel) -> set[str]:
+def _has_full_name(model: LocalModel, wanted: str) -> bool:
     name = model.name.lower()
-    return {name, f"{name}.gguf", str(model.path).lower()}
+    return wanted in (name, f"{name}.gguf", str(model.path).lower())
 
 
-def _short_names(model: LocalModel) -> set[str]:
+def _has_short_name(model: LocalModel, wanted: str) -> bool:
     repo, _, stem = model.name.lower().rpartition(":")
-    return {stem, f"{stem}.gguf", model.path.name.lower(), *([repo] if repo else [])}
+    return wanted in (stem, f"{stem}.gguf", model.path.name.lower()) or (wanted == repo != "")
+
+
+def _has_type(model: LocalModel, wanted: str) -> bool:
+    repo, _, stem = model.name.lower().rpartition(":")
+    wanted_repo, _, tag = wanted.rpartition(":")
+    return wanted_repo == repo != "" and hub.has_type(stem, tag)

@@ -123,19 +123,13 @@ class Model(HandleOwner):
             raise InvalidArgumentError(f"the model path {path!r} holds a NUL character")
         native_params = ffi.new("pykvq_model_params *", lib.pykvq_model_default_params())
         fill_struct(native_params, params)
-        guard = ProgressGuard(progress) if progress is not None else None
-        # the handle must outlive the load: the struct holds it as a bare pointer
-        guard_handle = ffi.new_handle(guard) if guard is not None else None
-        if guard is not None:
-            native_params.progress = lib.pykvq_py_progress
-            native_params.progress_data = guard_handle
+        guard = ProgressGuard(progress)
+        native_params.progress, native_params.progress_data = guard.arguments()
         out = ffi.new("pykvq_model **")
         status = lib.pykvq_model_load(raw_path, native_params, out)
-        if guard is not None and guard.error is not None:
-            if status == 0:
-                lib.pykvq_model_free(out[0])
-            raise guard.error
-        native.check(status, format_error=ModelFileError)
+        if guard.error is not None and status == 0:
+            lib.pykvq_model_free(out[0])
+        guard.check(status, format_error=ModelFileError)
         self._handle = Handle("model", out[0], lib.pykvq_model_free)
         self.info = self._read_info()
 

@@ -38,7 +38,7 @@ const quantize_type QUANTIZE_TYPES[] = {
     { "q3_k_s", LLAMA_FTYPE_MOSTLY_Q3_K_S, GGML_TYPE_Q3_K, false },
     { "iq3_m", LLAMA_FTYPE_MOSTLY_IQ3_M, GGML_TYPE_IQ3_S, false },
     { "iq3_s", LLAMA_FTYPE_MOSTLY_IQ3_S, GGML_TYPE_IQ3_S, false },
-    { "iq3_xs", LLAMA_FTYPE_MOSTLY_IQ3_XS, GGML_TYPE_IQ3_S, false },
+    { "iq3_xs", LLAMA_FTYPE_MOSTLY_IQ3_XS, GGML_TYPE_IQ3_S, true },
     { "iq3_xxs", LLAMA_FTYPE_MOSTLY_IQ3_XXS, GGML_TYPE_IQ3_XXS, true },
     { "q2_k", LLAMA_FTYPE_MOSTLY_Q2_K, GGML_TYPE_Q2_K, false },
     { "q2_k_s", LLAMA_FTYPE_MOSTLY_Q2_K_S, GGML_TYPE_Q2_K, true },
@@ -193,8 +193,12 @@ pykvq_status pykvq_quantize(const char * path, const char * out_path, const pykv
             pykvq_throw(PYKVQ_STATUS_ABORTED, "quantizing '%s' was stopped", path);
         }
         if (failed) {
+            // the line begins with the tensor that was being written
+            const std::string lead   = "failed to quantize: ";
+            const std::string logged = pykvq_logged_errors();
+            const size_t reason      = logged.find(lead);
             pykvq_throw(PYKVQ_STATUS_FORMAT, "cannot quantize '%s' to %s: %s", path, type.name,
-                        pykvq_logged_errors().c_str());
+                        logged.substr(reason == std::string::npos ? 0 : reason + lead.size()).c_str());
         }
     });
 }

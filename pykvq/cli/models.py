@@ -30,7 +30,7 @@ def _list(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON arr
         return 0
     width = max((len(model.name) for model in found), default=0)
     for model in found:
-        write(f"{model.name:<{width}}  {size_text(model.file_bytes):>10}  {model.source:<12}  {model.path}\n")
+        write(f"{model.name:<{width}}  {size_text(model.file_bytes):>10}  {model.source:<16}  {model.path}\n")
     if not found:
         note(f"no models: fetch one with `{PROGRAM} pull hf:ORG/REPO`; looked in {_looked_in()}")
     return 0

@@ -6,7 +6,7 @@ import os
 import shutil
 
 import pytest
-from hub_server import HubServer
+from hub_server import COMMIT, HubServer
 
 from pykvq import DownloadError, InvalidArgumentError, catalog, hub, models
 from pykvq.cli import models as models_cli
@@ -194,8 +194,25 @@ def test_offline_uses_what_is_here(server, monkeypatch):
     server.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert pull() == path
+    assert pull("hf:org/repo:Q4_K_M") == path
     assert "HF_HUB_OFFLINE is set" in pull_error("hf:org/other")
     assert server.requests == []
+
+
+def test_without_a_connection_what_is_here_is_used(server, monkeypatch):
+    path = pull()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert pull() == path
+
+
+def test_what_the_hugging_face_cache_has_is_not_fetched_again(server, tmp_path):
+    cached = tmp_path / "hf" / "hub" / "models--org--repo" / "snapshots" / COMMIT / NAME
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(CONTENT[:-1])
+    assert pull() != cached  # it is not all there
+    cached.write_bytes(CONTENT)
+    assert pull() == cached
+    assert len(server.downloads()) == 1
 
 
 @pytest.mark.parametrize("text", ["hf:", "hf:org", "hf:org/repo/more", "hf:../x", "hf:a/b:", "hf:a/../b"])
@@ -266,7 +283,7 @@ def test_layouts_of_other_programs(server, tmp_path, monkeypatch, capsys):
         "pub/a-GGUF:a-Q8_0": "LM Studio",
         "ggml-org_b_b": "llama.cpp",
         "org/c:c-Q4_0": "Hugging Face",
-        "deep/down:d": "own",
+        "deep/down:d": "PYKVQ_MODELS_DIR",
     }
     assert found["deep/down:d"].n_files == 2
     assert models.resolve("c-q4_0", fetch=False) == files["c"]

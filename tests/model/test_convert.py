@@ -1,0 +1,205 @@
+"""Hugging Face models of random weights, made here with transformers, through llama.cpp's converter."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hub_server import HubServer
+
+from pykvq import InvalidArgumentError, LibraryError, Llama, ModelFileError, convert, quantize
+from pykvq.cli import convert as convert_cli
+from pykvq.model_file import read_model_file
+
+needs_tools = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "sentencepiece")),
+    reason="needs torch, transformers and sentencepiece: pip install '.[tools]'",
+)
+ARCHITECTURES = ("llama", "qwen2", "gemma")
+N_VOCAB = 512
+SIZES = {
+    "vocab_size": N_VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.08,
+}
+TOKENS = [1, *range(300, 360)]
+
+
+def write_tokenizer(folder):
+    """A SentencePiece model of 512 tokens, which all three converters read."""
+    import sentencepiece
+
+    words = [f"{a}{b}{c}" for a in "bdgklmnprst" for b in "aeiou" for c in "lmnrst"]
+    lines = [" ".join(words[i : i + 7]) for i in range(len(words) - 7)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=N_VOCAB,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=True,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.vocab").unlink()
+
+
+def write_model(arch, folder):
+    import torch
+    import transformers
+
+    torch.manual_seed(7)
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    }[arch]
+    model = model_class(config_class(**SIZES)).eval()
+    folder.mkdir()
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    with torch.no_grad():
+        return model(torch.tensor([TOKENS])).logits[0].float().numpy()
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def original(request, tmp_path_factory):
+    """(folder, logits of all TOKENS as transformers computes them)."""
+    folder = tmp_path_factory.mktemp("hf") / request.param
+    return folder, write_model(request.param, folder)
+
+
+def logits(path, kv_quant="f16"):
+    with Llama(path, n_ctx=256, n_threads=1, kv_quant=kv_quant) as llm:
+        context = llm._engine.context
+        context.decode(TOKENS, 0, [True] * len(TOKENS))
+        return np.stack([context.logits(i) for i in range(len(TOKENS))])
+
+
+def relative_error(values, reference):
+    return float(np.linalg.norm(values - reference) / np.linalg.norm(reference))
+
+
+@pytest.mark.slow
+@needs_tools
+def test_logits_are_those_of_transformers(original, tmp_path):
+    folder, reference = original
+    assert reference.std() > 0.3
+    errors = {}
+    for name in ("f32", "f16", "bf16", "q8_0", "q4_k_m"):
+        out = tmp_path / f"{name}.gguf"
+        convert.convert(folder, out, name)
+        errors[name] = relative_error(logits(out), reference)
+    print(folder.name, errors)
+    assert errors["f32"] < 0.002
+    assert errors["f16"] < 0.004
+    assert errors["bf16"] < 0.03
+    assert errors["q8_0"] < 0.05
+    assert errors["q4_k_m"] < 0.5
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(errors)
+
+
+@pytest.mark.slow
+@needs_tools
+def test_the_result_runs_with_tiers_and_in_every_type(original, tmp_path):
+    folder, _ = original
+    full = tmp_path / "f32.gguf"
+    convert.convert(folder, full, "f32")
+    with Llama(full, vocab_only=True) as llm:
+        text = "bal dem gir kol lun mas " * 150
+        assert llm.detokenize(llm.tokenize(text[:24]), special=False).decode().strip() == text[:24].strip()
+    quantize.make_imatrix(full, text, tmp_path / "imatrix", n_chunk=256, n_threads=1)
+    for name in quantize.quantize_types():
+        out = tmp_path / "out.gguf"
+        convert.convert(full, out, name, imatrix=tmp_path / "imatrix")
+        with Llama(out, n_ctx=512, n_threads=1, kv_quant="ultra4") as llm:
+            llm.eval(6 * TOKENS)  # more than the first tier holds
+            assert llm.kv_info()["tiers"][1]["n_used"] > 0
+            assert np.isfinite(llm._engine.context.logits()).all(), name
+
+
+@pytest.mark.slow
+@needs_tools
+def test_an_interrupted_conversion_leaves_nothing_behind(original, tmp_path):
+    folder, _ = original
+    command = [sys.executable, "-m", "pykvq.cli.convert", folder, tmp_path / "out.gguf"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as process:
+        deadline = time.monotonic() + 60
+        while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert process.stderr.read() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@needs_tools
+def test_a_damaged_model_is_one_line(original, tmp_path, capsys):
+    folder, _ = original
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        (copy / path.name).write_bytes(data[: len(data) // 2] if path.suffix == ".safetensors" else data)
+    assert convert_cli.main([str(copy), str(tmp_path / "out.gguf")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("pykvq-convert: error: llama.cpp's converter cannot convert")
+    assert error.count("\n") == 1
+    (copy / "config.json").write_text('{"architectures": ["NobodyForCausalLM"]}')
+    assert convert_cli.main([str(copy), str(tmp_path / "out.gguf")]) == 1
+    assert "NobodyForCausalLM" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_refusals(tmp_path, monkeypatch):
+    out = tmp_path / "out.gguf"
+    with pytest.raises(ModelFileError, match=r"has no config\.json"):
+        convert.convert(tmp_path, out)
+    with pytest.raises(ModelFileError, match="does not exist: give a folder, a GGUF file, or ORG/REPO"):
+        convert.convert(tmp_path / "missing", out)
+    with pytest.raises(InvalidArgumentError, match="unknown model type"):
+        convert.convert(tmp_path, out, "q9")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelFileError, match="has no weights"):
+        convert.convert(tmp_path, out)
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    # a Python without torch
+    monkeypatch.setattr(convert, "sys", type("sys", (), {"executable": isolated_python(tmp_path)}))
+    with pytest.raises(LibraryError, match=r"the converter needs \w+: pip install 'pykvq\[tools\]'"):
+        convert.convert(tmp_path, out)
+    assert not out.exists()
+
+
+def isolated_python(folder):
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
+    os.chmod(script, 0o755)
+    return str(script)
+
+
+@pytest.mark.slow
+@needs_tools
+def test_from_the_hub(original, tmp_path, monkeypatch):
+    folder, _ = original
+    monkeypatch.setenv("PYKVQ_CACHE_DIR", str(tmp_path / "cache"))
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with HubServer(files={**files, "README.md": b"no", "model.onnx": b"no"}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        seen = set()
+        convert.convert("org/repo", tmp_path / "out.gguf", "q8_0", progress=lambda what, _done: seen.add(what))
+    assert seen >= {"fetching", "converting"}
+    assert read_model_file(tmp_path / "out.gguf").architecture == folder.name
+    fetched = tmp_path / "cache" / "models" / "hf" / "org" / "repo"
+    assert sorted(path.name for path in fetched.iterdir()) == sorted(files)
