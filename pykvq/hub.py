@@ -26,6 +26,7 @@ from pykvq.gguf_header import part_paths
 Progress = Callable[[int, int], None]
 
 _REFERENCE = re.compile(r"(?:hf:)?(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+))?")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
 # what to take from a repository when nobody says
 _PREFERRED = ("q4_k_m", "q4_0", "q5_k_m", "q8_0", "f16", "bf16")
@@ -127,8 +128,13 @@ def list_files(repo: str) -> Repository:
         # such a name would be written outside of the model's folder
         if path.is_absolute() or ".." in path.parts or "\\" in sibling.rfilename or "\0" in sibling.rfilename:
             raise DownloadError(f"{repo} has a file named {sibling.rfilename!r}: it is not fetched")
-        files.append(HubFile(sibling.rfilename, int(sibling.size or 0), sibling.lfs.sha256 if sibling.lfs else None))
-    return Repository(info.id or repo, info.sha or "main", tuple(files))
+        digest = sibling.lfs.sha256 if sibling.lfs else None
+        if digest is not None and not _SHA256.fullmatch(digest):
+            raise DownloadError(f"{repo}: the hub's sha256 of {sibling.rfilename} is {digest!r}, which is none")
+        files.append(HubFile(sibling.rfilename, int(sibling.size or 0), digest))
+    # a repository that was renamed answers with its new name
+    name = parse_reference(info.id).repo if info.id else repo
+    return Repository(name, info.sha or "main", tuple(files))
 
 
 def choose(repository: Repository, wanted: str | None) -> list[HubFile]:
@@ -270,6 +276,17 @@ class _CountingFile:
         return getattr(self._file, name)
 
 
+@contextlib.contextmanager
+def _only_one_process(partial: Path) -> Iterator[None]:
+    """Waits until no other process writes to the same partial file."""
+    import filelock
+
+    locks = cache_dir() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(locks / f"{hashlib.sha256(os.fsencode(partial)).hexdigest()[:32]}.lock"):
+        yield
+
+
 def _fetch(repository: Repository, file: HubFile, folder: Path, on_size: Callable[[int], None]) -> None:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
@@ -280,11 +297,13 @@ def _fetch(repository: Repository, file: HubFile, folder: Path, on_size: Callabl
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     target, partial = folder / file.name, _partial(folder, file)
     url = hf_hub_url(repository.repo, file.name, revision=repository.commit, endpoint=_endpoint())
-    with _write_errors(target.parent):
+    with _write_errors(target.parent), _only_one_process(partial):
+        if _is_here(target, file):  # another process was faster
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
+        if _size(partial) > file.n_bytes:
+            partial.unlink()
         with partial.open("ab") as output, _hub_errors(f"{repository.repo}:{file.name}"):
-            if output.tell() > file.n_bytes:
-                output.truncate(0)
             http_get(
                 url,
                 _CountingFile(output, on_size),  # type: ignore[arg-type, unused-ignore]

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
+import threading
 
 import pytest
 from hub_server import COMMIT, HubServer
@@ -100,6 +101,17 @@ def test_dropped_connections_are_taken_up_again(server, monkeypatch):
     server.drop_after = [500_000, 1_000_000]
     assert pull().read_bytes() == CONTENT
     assert server.downloads()[1].startswith("bytes=")
+
+
+def test_two_pulls_at_once_fetch_once(server):
+    paths = []
+    threads = [threading.Thread(target=lambda: paths.append(pull())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [path.read_bytes() for path in paths] == [CONTENT, CONTENT]
+    assert server.downloads() == [None]
 
 
 def test_a_server_without_ranges(server, monkeypatch):
