@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hub_server import HubServer
+from numpy.typing import NDArray
 
 from pykvq import InvalidArgumentError, LibraryError, Llama, ModelFileError, convert, quantize
 from pykvq.cli import convert as convert_cli
@@ -73,11 +76,32 @@ def write_model(arch, folder):
         return model(torch.tensor([TOKENS])).logits[0].float().numpy()
 
 
+@dataclass
+class Original:
+    """A Hugging Face model, the logits of all TOKENS as transformers computes them, and its conversion to F32."""
+
+    folder: Path
+    logits: NDArray[np.float32]
+    gguf: Path
+
+
+def make_original(arch, parent):
+    reference = write_model(arch, parent / arch)
+    convert.convert(parent / arch, parent / f"{arch}.gguf", "f32")
+    assert sorted(path.name for path in parent.iterdir()) == [arch, f"{arch}.gguf"]
+    return Original(parent / arch, reference, parent / f"{arch}.gguf")
+
+
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def original(request, tmp_path_factory):
-    """(folder, logits of all TOKENS as transformers computes them)."""
-    folder = tmp_path_factory.mktemp("hf") / request.param
-    return folder, write_model(request.param, folder)
+    return make_original(request.param, tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "llama"
+    write_model("llama", folder)
+    return folder
 
 
 def logits(path, kv_quant="f16"):
@@ -94,35 +118,29 @@ def relative_error(values, reference):
 @pytest.mark.slow
 @needs_tools
 def test_logits_are_those_of_transformers(original, tmp_path):
-    folder, reference = original
-    assert reference.std() > 0.3
-    errors = {}
-    for name in ("f32", "f16", "bf16", "q8_0", "q4_k_m"):
-        out = tmp_path / f"{name}.gguf"
-        convert.convert(folder, out, name)
-        errors[name] = relative_error(logits(out), reference)
-    print(folder.name, errors)
+    assert original.logits.std() > 0.3
+    errors = {"f32": relative_error(logits(original.gguf), original.logits)}
+    for name in ("f16", "bf16", "q8_0", "q4_k_m"):
+        convert.convert(original.gguf, tmp_path / name, name)
+        errors[name] = relative_error(logits(tmp_path / name), original.logits)
+    print(original.folder.name, errors)
     assert errors["f32"] < 0.002
     assert errors["f16"] < 0.004
     assert errors["bf16"] < 0.03
     assert errors["q8_0"] < 0.05
     assert errors["q4_k_m"] < 0.5
-    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(errors)
 
 
 @pytest.mark.slow
 @needs_tools
 def test_the_result_runs_with_tiers_and_in_every_type(original, tmp_path):
-    folder, _ = original
-    full = tmp_path / "f32.gguf"
-    convert.convert(folder, full, "f32")
-    with Llama(full, vocab_only=True) as llm:
-        text = "bal dem gir kol lun mas " * 150
-        assert llm.detokenize(llm.tokenize(text[:24]), special=False).decode().strip() == text[:24].strip()
-    quantize.make_imatrix(full, text, tmp_path / "imatrix", n_chunk=256, n_threads=1)
+    text = "bal dem gir kol lun mas " * 150
+    with Llama(original.gguf, vocab_only=True) as llm:
+        assert llm.detokenize(llm.tokenize(text[:24])).decode().strip() == text[:24].strip()
+    quantize.make_imatrix(original.gguf, text, tmp_path / "imatrix", n_chunk=256, n_threads=1)
     for name in quantize.quantize_types():
         out = tmp_path / "out.gguf"
-        convert.convert(full, out, name, imatrix=tmp_path / "imatrix")
+        convert.convert(original.gguf, out, name, imatrix=tmp_path / "imatrix")
         with Llama(out, n_ctx=512, n_threads=1, kv_quant="ultra4") as llm:
             llm.eval(6 * TOKENS)  # more than the first tier holds
             assert llm.kv_info()["tiers"][1]["n_used"] > 0
@@ -131,9 +149,18 @@ def test_the_result_runs_with_tiers_and_in_every_type(original, tmp_path):
 
 @pytest.mark.slow
 @needs_tools
-def test_an_interrupted_conversion_leaves_nothing_behind(original, tmp_path):
-    folder, _ = original
-    command = [sys.executable, "-m", "pykvq.cli.convert", folder, tmp_path / "out.gguf"]
+def test_a_folder_becomes_a_quantized_file(llama_folder, tmp_path):
+    seen = set()
+    convert.convert(llama_folder, tmp_path / "out.gguf", progress=lambda what, _done: seen.add(what))
+    assert seen == {"converting", "quantizing"}
+    assert "q4_K" in read_model_file(tmp_path / "out.gguf").weight_types
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+@pytest.mark.slow
+@needs_tools
+def test_an_interrupted_conversion_leaves_nothing_behind(llama_folder, tmp_path):
+    command = [sys.executable, "-m", "pykvq.cli.convert", llama_folder, tmp_path / "out.gguf"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as process:
         deadline = time.monotonic() + 60
         while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
@@ -146,11 +173,10 @@ def test_an_interrupted_conversion_leaves_nothing_behind(original, tmp_path):
 
 @pytest.mark.slow
 @needs_tools
-def test_a_damaged_model_is_one_line(original, tmp_path, capsys):
-    folder, _ = original
+def test_a_damaged_model_is_one_line(llama_folder, tmp_path, capsys):
     copy = tmp_path / "copy"
     copy.mkdir()
-    for path in folder.iterdir():
+    for path in llama_folder.iterdir():
         data = path.read_bytes()
         (copy / path.name).write_bytes(data[: len(data) // 2] if path.suffix == ".safetensors" else data)
     assert convert_cli.main([str(copy), str(tmp_path / "out.gguf")]) == 1
@@ -191,15 +217,14 @@ def isolated_python(folder):
 
 @pytest.mark.slow
 @needs_tools
-def test_from_the_hub(original, tmp_path, monkeypatch):
-    folder, _ = original
+def test_from_the_hub(llama_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PYKVQ_CACHE_DIR", str(tmp_path / "cache"))
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = {path.name: path.read_bytes() for path in llama_folder.iterdir()}
     with HubServer(files={**files, "README.md": b"no", "model.onnx": b"no"}) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         seen = set()
         convert.convert("org/repo", tmp_path / "out.gguf", "q8_0", progress=lambda what, _done: seen.add(what))
     assert seen >= {"fetching", "converting"}
-    assert read_model_file(tmp_path / "out.gguf").architecture == folder.name
+    assert read_model_file(tmp_path / "out.gguf").architecture == "llama"
     fetched = tmp_path / "cache" / "models" / "hf" / "org" / "repo"
     assert sorted(path.name for path in fetched.iterdir()) == sorted(files)
