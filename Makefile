@@ -9,7 +9,12 @@ INSTALLED := $(VENV)/.installed
 TOOLS     := $(VENV)/.tools
 NATIVE    := $(shell find native ggml_patches cmake -type f -not -name '*.md' -not -path '*/__pycache__/*')
 
-.PHONY: run test test-all test-native lint format check-patches clean
+# How test-simd builds for other processors than this one
+SIMD_avx2    := -DGGML_NATIVE=OFF
+SIMD_generic := -DGGML_NATIVE=OFF $(foreach set,SSE42 AVX AVX2 BMI2 F16C FMA,-DGGML_$(set)=OFF)
+SIMD_aarch64 := -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux.cmake) -DGGML_NATIVE=OFF
+
+.PHONY: run test test-all test-native test-simd lint format check-patches clean
 
 run: $(INSTALLED)
 	@$(BIN)/pykvq-run $(ARGS)
@@ -17,7 +22,7 @@ run: $(INSTALLED)
 test: $(INSTALLED) test-native
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(INSTALLED) $(TOOLS) test-native
+test-all: $(INSTALLED) $(TOOLS) test-native test-simd
 	$(BIN)/python -m pytest
 
 # The KV types' own tests, under AddressSanitizer and UndefinedBehaviorSanitizer.
@@ -27,16 +32,27 @@ test-native: $(INSTALLED)
 	$(BIN)/cmake --build build/sanitize --target native-tests
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
+# The kernels and codecs as other processors run them: AVX2, plain C++, 64-bit ARM. The last needs g++-aarch64-linux-gnu
+# and qemu-user, and is left out without them.
+test-simd: $(INSTALLED)
+	for target in avx2 generic $$(command -v qemu-aarch64 >/dev/null && echo aarch64); do $(MAKE) test-simd-$$target || exit 1; done
+
+test-simd-%:
+	$(BIN)/cmake -S . -B build/simd-$* -G Ninja -DPYKVQ_BUILD_TESTS=ON -DPYKVQ_PYTHON=OFF $(SIMD_$*) \
+	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=WARNING
+	$(BIN)/cmake --build build/simd-$* --target kernel-tests
+	$(BIN)/ctest --test-dir build/simd-$* -L kernels --output-on-failure
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'tests/*.cpp')
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'tools/*.cpp')
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'tests/*.cpp')
+	$(BIN)/clang-format -i $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'tools/*.cpp')
 
 # Do all patches apply to the pinned source? Prints every conflict at once.
 check-patches:

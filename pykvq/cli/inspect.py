@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pykvq.cli.console import note, write
+from pykvq.cli.plot import new_plot, save_plot
 from pykvq.cli.program import EXIT_FAILURE, new_app, run_program
 from pykvq.errors import InvalidArgumentError, PykvqError
 from pykvq.model_file import KVFormatNeed, ModelFile, kv_curves, kv_formats, read_model_file
@@ -129,16 +130,9 @@ def _format_lines(facts: ModelFile, formats: dict[str, KVFormatNeed], budget: in
 
 
 def _draw(facts: ModelFile, path: Path, target: Path) -> None:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise InvalidArgumentError("--plot needs matplotlib: pip install 'pykvq[tools]'") from error
     limit = facts.context_length or 4096
     contexts = sorted({max(256, limit * i // (_PLOT_POINTS - 1)) for i in range(_PLOT_POINTS)})
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = new_plot()
     for name, n_bytes in kv_curves(path, contexts).items():
         axes.plot(contexts, [value / 2**20 for value in n_bytes], label=name)
     axes.set(xlabel="context (tokens)", ylabel="KV cache (MiB)", title=facts.name or path.name)
@@ -146,10 +140,7 @@ def _draw(facts: ModelFile, path: Path, target: Path) -> None:
     axes.set_ylim(0)
     axes.grid(alpha=0.3)
     axes.legend()
-    try:
-        figure.savefig(target)
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"cannot draw {target}: {error}") from error
+    save_plot(figure, target)
 
 
 if __name__ == "__main__":
