@@ -14,7 +14,7 @@ SIMD_avx2    := -DGGML_NATIVE=OFF
 SIMD_generic := -DGGML_NATIVE=OFF $(foreach set,SSE42 AVX AVX2 BMI2 F16C FMA,-DGGML_$(set)=OFF)
 SIMD_aarch64 := -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux.cmake) -DGGML_NATIVE=OFF
 
-.PHONY: run test test-all test-native test-simd lint format check-patches clean
+.PHONY: run test test-all test-native test-sanitize test-simd sanitized lint format check-patches clean
 
 run: $(INSTALLED)
 	@$(BIN)/pykvq-run $(ARGS)
@@ -26,9 +26,7 @@ test-all: $(INSTALLED) $(TOOLS) test-native test-simd
 	$(BIN)/python -m pytest
 
 # The KV types' own tests, under AddressSanitizer and UndefinedBehaviorSanitizer.
-test-native: $(INSTALLED)
-	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DPYKVQ_SANITIZE=ON -DPYKVQ_BUILD_TESTS=ON -DPYKVQ_PYTHON=OFF \
-	    -DCMAKE_BUILD_TYPE=None -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=WARNING
+test-native: sanitized
 	$(BIN)/cmake --build build/sanitize --target native-tests
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
@@ -42,6 +40,21 @@ test-simd-%:
 	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=WARNING
 	$(BIN)/cmake --build build/simd-$* --target kernel-tests
 	$(BIN)/ctest --test-dir build/simd-$* -L kernels --output-on-failure
+
+# The tests of the tiered cache on tiny models, with the Python extension under both sanitizers. Python's own
+# allocations leak by design. -S leaves the package installed in .venv out: pykvq comes from build/sanitize/python.
+SANITIZED_TESTS := $(wildcard tests/model/test_tiers_*.py)
+test-sanitize: sanitized
+	$(BIN)/cmake --build build/sanitize --target pykvq _cffi
+	$(BIN)/cmake --install build/sanitize --prefix build/sanitize/python >/dev/null
+	cp -R pykvq build/sanitize/python/
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/python:$$(echo $(VENV)/lib/python*/site-packages) \
+	    $(BIN)/python -S $(BIN)/pytest -m "not slow" -k "not smollm2" $(SANITIZED_TESTS)
+
+sanitized: $(INSTALLED)
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DPYKVQ_SANITIZE=ON -DPYKVQ_BUILD_TESTS=ON -DPYKVQ_PYTHON=ON \
+	    -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE=$(abspath $(BIN))/python -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=WARNING
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
