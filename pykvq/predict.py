@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KVConfig, parse_kv_co
 from pykvq.runtime import Model
 
 _MIB = 1024 * 1024
+_MEASURED_TOKENS = 1 << 16  # longer contexts are extrapolated
 _CONTEXT_STEP = 256  # llama.cpp rounds contexts up to it
 # from the best to the smallest: what to fall back on when a format does not fit
 _SMALLER_FORMATS = ("q8_0", "ultra4", "ultra2", "q2_t")
@@ -96,6 +97,8 @@ class Predictor:
 
     def memory(self, kv: KVConfig, n_ctx: int, **params: FieldValue) -> MemoryNeed:
         """Bytes of everything: weights, KV cache and compute buffers. ``params`` are fields of the context's."""
+        if n_ctx > _MEASURED_TOKENS:
+            return self._extrapolated(kv, n_ctx, params)
         ffi, lib = native.load()
         info = ffi.new("pykvq_memory_info *")
         values, keep_alive = context_params(kv, _sized(kv, n_ctx, params))
@@ -113,6 +116,21 @@ class Predictor:
             device_weights_bytes=info.device_weights_bytes,
             device_kv_bytes=info.device_kv_bytes,
             device_compute_bytes=info.device_compute_bytes,
+        )
+
+    def _extrapolated(self, kv: KVConfig, n_ctx: int, params: Mapping[str, FieldValue]) -> MemoryNeed:
+        """The need of a long context: llama.cpp's books alone, which a measurement makes, would take gigabytes."""
+        half, full = (self.memory(kv, n, **params) for n in (_MEASURED_TOKENS // 2, _MEASURED_TOKENS))
+        kv_growth = self.kv_bytes(kv, n_ctx, **params)[0] / max(self.kv_bytes(kv, _MEASURED_TOKENS, **params)[0], 1)
+        steps = (n_ctx - _MEASURED_TOKENS) / (_MEASURED_TOKENS // 2)
+        return replace(
+            full,
+            n_ctx=n_ctx,
+            kv_bytes=int(full.kv_bytes * kv_growth),
+            device_kv_bytes=int(full.device_kv_bytes * kv_growth),
+            compute_bytes=full.compute_bytes + int(steps * (full.compute_bytes - half.compute_bytes)),
+            device_compute_bytes=full.device_compute_bytes
+            + int(steps * (full.device_compute_bytes - half.device_compute_bytes)),
         )
 
     def largest_context(self, kv: KVConfig, budget: int, limit: int, **params: FieldValue) -> int:

@@ -98,6 +98,14 @@ def test_force_loads_it_all_the_same(smollm2_path, monkeypatch, capsys):
     assert run.main([*arguments, "--force"]) == 0
 
 
+def test_long_contexts_are_extrapolated_from_shorter_ones(smollm2_path, monkeypatch):
+    exact = {kv: predict_memory(smollm2_path, 65536, kv) for kv in ("f16", "ultra2")}
+    monkeypatch.setattr(predict, "_MEASURED_TOKENS", 32768)
+    for kv, need in exact.items():
+        assert predict_memory(smollm2_path, 65536, kv).new_bytes == pytest.approx(need.new_bytes, rel=0.001)
+    assert predict_memory(smollm2_path, 2**30, "f16").kv_bytes == 2**30 * 23_040
+
+
 def test_the_parts_add_up(smollm2_path):
     need = predict_memory(smollm2_path, 4096, "f16")
     assert need.kv_bytes == 4096 * 23_040
