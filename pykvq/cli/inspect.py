@@ -14,7 +14,7 @@ import typer
 from pykvq.cli.console import note, write
 from pykvq.cli.plot import new_plot, save_plot
 from pykvq.cli.program import EXIT_FAILURE, new_app, run_program
-from pykvq.errors import InvalidArgumentError, PykvqError
+from pykvq.errors import PykvqError
 from pykvq.model_file import KVFormatNeed, ModelFile, kv_curves, kv_formats, read_model_file
 from pykvq.models import resolve
 from pykvq.predict import available_memory
