@@ -188,8 +188,10 @@ llama_context * init_context(const pykvq_model * model, const context_plan & pla
 
 bool on_abort_query(void * user_data) {
     auto * context = (pykvq_context *) user_data;
-    return !kvq_tiers_moving() && (context->abort.load(std::memory_order_relaxed) ||
-                                   (context->abort_fn && context->abort_fn(context->abort_data)));
+    if (context->abort_fn && context->abort_fn(context->abort_data)) {
+        context->abort.store(true, std::memory_order_relaxed);
+    }
+    return !kvq_tiers_moving() && context->abort.load(std::memory_order_relaxed);
 }
 
 void require_context(const pykvq_context * context) {
@@ -436,6 +438,7 @@ pykvq_status pykvq_decode(pykvq_context * context, const int32_t * tokens, const
         batch.logits      = const_cast<int8_t *>(want_logits);
 
         context->last_outputs.clear();  // of no use any more, even if the decode fails
+        const pykvq_stop_scope scope(context->abort);
         const int32_t result = llama_decode(context->ctx, batch);
         if (result != 0) {
             throw_decode_error(context, result, n_tokens);
@@ -492,7 +495,13 @@ pykvq_status pykvq_kv_copy(pykvq_context * context, int32_t seq_src, int32_t seq
     return pykvq_guard([&] {
         require_seq(context, "seq_src", seq_src);
         require_seq(context, "seq_dst", seq_dst);
-        llama_memory_seq_cp(memory_of(context), seq_src, seq_dst, p0, p1);
+        // p1 beyond the end is the whole sequence too
+        const bool whole = p0 <= 0 && (p1 < 0 || p1 > pykvq_kv_pos_max(context, seq_src));
+        if (llama_n_ctx_seq(context->ctx) != llama_n_ctx(context->ctx) && !whole) {
+            pykvq_throw(PYKVQ_STATUS_UNSUPPORTED,
+                        "the sequences have caches of their own: copy all of one and remove what is too much");
+        }
+        llama_memory_seq_cp(memory_of(context), seq_src, seq_dst, whole ? -1 : p0, whole ? -1 : p1);
     });
 }
 

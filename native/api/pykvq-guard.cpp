@@ -28,6 +28,7 @@ struct thread_state {
     std::string log_line;  // ggml logs lines in pieces
     ggml_log_level log_level = GGML_LOG_LEVEL_NONE;
     std::vector<std::string> errors;
+    const std::atomic<bool> * stop = nullptr;  // while it is true, failures are what the caller asked for
     std::function<void(const std::string &)> observer;
 };
 
@@ -61,6 +62,9 @@ int32_t to_log_level(ggml_log_level level) {
 void emit_log_line(ggml_log_level level, const std::string & line) {
     if (level == GGML_LOG_LEVEL_ERROR && state.depth > 0 && state.errors.size() < MAX_LOGGED_ERRORS) {
         state.errors.push_back(line);
+    }
+    if (state.stop && state.stop->load(std::memory_order_relaxed)) {
+        level = GGML_LOG_LEVEL_DEBUG;
     }
     log_sink & sink = get_log_sink();
     pykvq_log_fn fn;
@@ -227,6 +231,14 @@ void pykvq_library_init() {
         }
         llama_backend_init();
     });
+}
+
+pykvq_stop_scope::pykvq_stop_scope(const std::atomic<bool> & stop) {
+    state.stop = &stop;
+}
+
+pykvq_stop_scope::~pykvq_stop_scope() {
+    state.stop = nullptr;
 }
 
 std::string pykvq_logged_errors() {

@@ -36,6 +36,15 @@ void pykvq_library_init();
 // Error lines that llama.cpp logged on this thread since the guarded call began, joined and without function names.
 std::string pykvq_logged_errors();
 
+// While it lives and stop is true, llama.cpp's errors on this thread are logged as debug lines.
+struct pykvq_stop_scope {
+    explicit pykvq_stop_scope(const std::atomic<bool> & stop);
+    ~pykvq_stop_scope();
+};
+
+// Refuses, in words, what is no GGUF at all; llama.cpp's loader checks the rest.
+void pykvq_require_gguf(const char * path);
+
 // The ggml type of a KV type name, or an error that lists the valid ones.
 ggml_type pykvq_kv_type(const char * name, const char * argument);
 
@@ -57,6 +66,8 @@ struct pykvq_context {
     std::vector<int32_t> n_seq_id;     // the shapes that llama_batch asks for
     std::vector<int32_t> seq_id;
     std::vector<int32_t *> seq_id_ptr;
+    std::vector<llama_adapter_lora *> loras;  // owned by the model
+    std::vector<float> lora_scales;
     std::atomic<bool> abort{ false };
     pykvq_abort_fn abort_fn = nullptr;
     void * abort_data       = nullptr;

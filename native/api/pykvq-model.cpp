@@ -15,37 +15,6 @@ struct file_closer {
     void operator()(FILE * file) const { std::fclose(file); }
 };
 
-// Refuses, in words, what is no GGUF at all; llama.cpp's loader checks the rest.
-void require_gguf(const char * path) {
-    const fs::path file = fs::u8path(path);
-    std::error_code error;
-    const fs::file_status status = fs::status(file, error);
-    if (!fs::exists(status)) {
-        pykvq_throw(PYKVQ_STATUS_IO, "model file not found: '%s'", path);
-    }
-    if (fs::is_directory(status)) {
-        pykvq_throw(PYKVQ_STATUS_IO, "'%s' is a directory: give the path of a .gguf file in it", path);
-    }
-    if (!fs::is_regular_file(status)) {
-        pykvq_throw(PYKVQ_STATUS_IO, "'%s' is no regular file: give the path of a .gguf file", path);
-    }
-    const std::unique_ptr<FILE, file_closer> handle(ggml_fopen(path, "rb"));
-    if (!handle) {
-        pykvq_throw(PYKVQ_STATUS_IO, "cannot read '%s': %s", path, std::strerror(errno));
-    }
-    char magic[4];
-    if (std::fread(magic, 1, sizeof(magic), handle.get()) != sizeof(magic)) {
-        pykvq_throw(PYKVQ_STATUS_FORMAT, "'%s' is no GGUF model: it is only %llu bytes long", path,
-                    (unsigned long long) fs::file_size(file, error));
-    }
-    if (std::memcmp(magic, "GGUF", sizeof(magic)) != 0) {
-        pykvq_throw(
-            PYKVQ_STATUS_FORMAT,
-            "'%s' is no GGUF model: it starts with bytes %02x %02x %02x %02x, not with 'GGUF'; convert it first", path,
-            (uint8_t) magic[0], (uint8_t) magic[1], (uint8_t) magic[2], (uint8_t) magic[3]);
-    }
-}
-
 llama_model_params to_llama_params(const pykvq_model_params & params) {
     llama_model_params result          = llama_model_default_params();
     result.n_gpu_layers                = params.n_gpu_layers;
@@ -101,6 +70,36 @@ int32_t needed(int32_t result) {
 
 }  // namespace
 
+void pykvq_require_gguf(const char * path) {
+    const fs::path file = fs::u8path(path);
+    std::error_code error;
+    const fs::file_status status = fs::status(file, error);
+    if (!fs::exists(status)) {
+        pykvq_throw(PYKVQ_STATUS_IO, "model file not found: '%s'", path);
+    }
+    if (fs::is_directory(status)) {
+        pykvq_throw(PYKVQ_STATUS_IO, "'%s' is a directory: give the path of a .gguf file in it", path);
+    }
+    if (!fs::is_regular_file(status)) {
+        pykvq_throw(PYKVQ_STATUS_IO, "'%s' is no regular file: give the path of a .gguf file", path);
+    }
+    const std::unique_ptr<FILE, file_closer> handle(ggml_fopen(path, "rb"));
+    if (!handle) {
+        pykvq_throw(PYKVQ_STATUS_IO, "cannot read '%s': %s", path, std::strerror(errno));
+    }
+    char magic[4];
+    if (std::fread(magic, 1, sizeof(magic), handle.get()) != sizeof(magic)) {
+        pykvq_throw(PYKVQ_STATUS_FORMAT, "'%s' is no GGUF model: it is only %llu bytes long", path,
+                    (unsigned long long) fs::file_size(file, error));
+    }
+    if (std::memcmp(magic, "GGUF", sizeof(magic)) != 0) {
+        pykvq_throw(
+            PYKVQ_STATUS_FORMAT,
+            "'%s' is no GGUF model: it starts with bytes %02x %02x %02x %02x, not with 'GGUF'; convert it first", path,
+            (uint8_t) magic[0], (uint8_t) magic[1], (uint8_t) magic[2], (uint8_t) magic[3]);
+    }
+}
+
 pykvq_model_params pykvq_model_default_params(void) {
     return { -1, 0, true, false, false, false, false, nullptr, nullptr };
 }
@@ -110,7 +109,7 @@ pykvq_status pykvq_model_load(const char * path, const pykvq_model_params * para
         pykvq_require(path, "path");
         pykvq_require(params, "params");
         pykvq_require(model, "model");
-        require_gguf(path);
+        pykvq_require_gguf(path);
 
         progress_state progress                  = { params->progress, params->progress_data, false };
         llama_model_params llama_params          = to_llama_params(*params);

@@ -1,8 +1,11 @@
 #include "pykvq-guard.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace {
+
+constexpr int32_t MAX_PENALTY_LAST_N = 1 << 20;
 
 void require_params(const pykvq_sampler_params & params) {
     const struct {
@@ -31,9 +34,10 @@ void require_params(const pykvq_sampler_params & params) {
         pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "mirostat_mode is %d: it must be 0 (off), 1 or 2",
                     params.mirostat_mode);
     }
-    if (params.penalty_last_n < -1) {
-        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "penalty_last_n is %d: it must be -1 (whole context) or more",
-                    params.penalty_last_n);
+    // the sampler allocates that many tokens at once
+    if (params.penalty_last_n < -1 || params.penalty_last_n > MAX_PENALTY_LAST_N) {
+        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "penalty_last_n is %d: it must be -1 (training context) or 0 to %d",
+                    params.penalty_last_n, MAX_PENALTY_LAST_N);
     }
 }
 
@@ -59,7 +63,9 @@ void build_chain(llama_sampler * chain, const pykvq_model * model, const pykvq_s
     if (!bias.empty()) {
         add(llama_sampler_init_logit_bias(n_vocab, (int32_t) bias.size(), bias.data()));
     }
-    const int32_t last_n = params.penalty_last_n < 0 ? llama_model_n_ctx_train(model->model) : params.penalty_last_n;
+    const int32_t last_n = params.penalty_last_n < 0 ?
+                               std::min(llama_model_n_ctx_train(model->model), MAX_PENALTY_LAST_N) :
+                               params.penalty_last_n;
     add(llama_sampler_init_penalties(n_vocab, last_n, params.repeat_penalty, params.frequency_penalty,
                                      params.presence_penalty));
     if (params.temperature == 0.0f) {

@@ -273,6 +273,9 @@ PYKVQ_API const float * pykvq_logits(pykvq_context * context, int32_t i);
 PYKVQ_API const float * pykvq_embeddings(pykvq_context * context, int32_t i);
 // The pooled embedding of a sequence; NULL with pooling_type none.
 PYKVQ_API const float * pykvq_embeddings_seq(pykvq_context * context, int32_t seq_id);
+// Loads a LoRA adapter (GGUF) and adds it, times scale, to what the context computes from now on, and the KV cache should
+// be empty. It is freed with the model.
+PYKVQ_API pykvq_status pykvq_context_add_lora(pykvq_context * context, const char * path, float scale);
 // Stops the running decode, or the next one, with PYKVQ_STATUS_ABORTED. Any thread may call it.
 PYKVQ_API void pykvq_context_abort(pykvq_context * context);
 // Takes an abort request back that no decode has seen.
@@ -286,6 +289,7 @@ PYKVQ_API void pykvq_context_set_abort_callback(pykvq_context * context, pykvq_a
 PYKVQ_API void pykvq_kv_clear(pykvq_context * context);
 // PYKVQ_STATUS_UNSUPPORTED where a part cannot be removed (recurrent state)
 PYKVQ_API pykvq_status pykvq_kv_remove(pykvq_context * context, int32_t seq_id, int32_t p0, int32_t p1);
+// Without kv_unified, seq_dst is replaced and only a whole sequence can be copied (else PYKVQ_STATUS_UNSUPPORTED).
 PYKVQ_API pykvq_status pykvq_kv_copy(pykvq_context * context, int32_t seq_src, int32_t seq_dst, int32_t p0, int32_t p1);
 PYKVQ_API pykvq_status pykvq_kv_keep(pykvq_context * context, int32_t seq_id);
 // Adds delta to the positions; PYKVQ_STATUS_UNSUPPORTED where can_shift is false.
@@ -315,7 +319,7 @@ typedef struct pykvq_sampler_params {
     float repeat_penalty;     // 1 = off
     float frequency_penalty;  // 0 = off
     float presence_penalty;   // 0 = off
-    int32_t penalty_last_n;   // tokens looked back, -1 = the whole context
+    int32_t penalty_last_n;   // tokens looked back, at most 1048576, -1 = the training context
     int32_t mirostat_mode;    // 0 off, 1 or 2
     float mirostat_tau;
     float mirostat_eta;
