@@ -15,10 +15,21 @@ from pykvq.errors import *  # noqa: F403
 from pykvq.kv_config import KVConfig, Tier, kv_presets
 
 if TYPE_CHECKING:
+    from pykvq.async_llama import AsyncLlama
     from pykvq.llama import Llama
     from pykvq.predict import predict_kv, predict_memory
 
-__all__ = ["KVConfig", "Llama", "Tier", "__version__", "kv_presets", "predict_kv", "predict_memory", *errors.__all__]
+__all__ = [
+    "AsyncLlama",
+    "KVConfig",
+    "Llama",
+    "Tier",
+    "__version__",
+    "kv_presets",
+    "predict_kv",
+    "predict_memory",
+    *errors.__all__,
+]
 
 try:
     __version__ = metadata.version("pykvq")
@@ -27,7 +38,12 @@ except metadata.PackageNotFoundError:  # a source tree that is not installed
 
 
 # these pull in numpy, jinja2 and the native library, which `pykvq-run --help` need not wait for
-_LAZY = {"Llama": "pykvq.llama", "predict_kv": "pykvq.predict", "predict_memory": "pykvq.predict"}
+_LAZY = {
+    "AsyncLlama": "pykvq.async_llama",
+    "Llama": "pykvq.llama",
+    "predict_kv": "pykvq.predict",
+    "predict_memory": "pykvq.predict",
+}
 
 
 def __getattr__(name: str) -> Any:

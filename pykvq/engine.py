@@ -6,14 +6,19 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from pykvq.errors import InvalidArgumentError, StateError, UnsupportedModelError
 from pykvq.runtime import Buffer, Context, Model
 from pykvq.turn import Turn
 
+if TYPE_CHECKING:
+    from pykvq.prompt_cache import PromptCache
+
 # a saved state: this line, the CRC-32 of all after it, the length of the JSON part, the JSON part, the native state
 _STATE_MAGIC = b"PYKVQ-STATE-1\n"
 _STATE_HEADER = struct.Struct("<II")
+_MAX_TOKEN = 2**31
 
 
 class Engine:
@@ -21,7 +26,7 @@ class Engine:
 
     ``n_ctx`` is how many tokens the sequence may hold; 0 for as many as there are cells.
 
-    The methods must be called by whoever has the turn; ``close`` may be called at any time.
+    The methods must be called by whoever has the turn.
     """
 
     def __init__(self, model: Model, context: Context, n_ctx: int) -> None:
@@ -30,8 +35,13 @@ class Engine:
         # llama.cpp rounds the cells up to 256; who asks for fewer tokens gets no more
         self.n_ctx = min(n_ctx or context.info.n_ctx_seq, context.info.n_ctx_seq)
         self.turn = Turn()
+        self.cache: PromptCache | None = None
         # appended to before a decode and corrected by sync() if that fails, so that no interrupt can leave it short
         self.tokens: list[int] = []
+        # whether the context's logits are those after the last token
+        self.has_logits = False
+        # which token of the last batch has the logits that the newest token was drawn from; -1: the last one
+        self.drawn_at = -1
 
     @property
     def n_free(self) -> int:
@@ -48,6 +58,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets all tokens."""
+        self.has_logits = False
         self.tokens.clear()
         self.context.kv_clear()
 
@@ -66,8 +77,14 @@ class Engine:
             self._truncate(n_common)
         return len(self.tokens)
 
+    def truncate(self, n_keep: int) -> None:
+        """Removes all but the first n_keep tokens, or all tokens where the cache cannot do that."""
+        if n_keep < len(self.tokens):
+            self._truncate(n_keep)
+
     def _truncate(self, n_keep: int) -> None:
         """Removes all but the first n_keep tokens, or all tokens where the cache cannot do that."""
+        self.has_logits = False
         if n_keep > 0 and self._has_window_for(n_keep):
             try:
                 self.context.kv_remove(n_keep)
@@ -83,27 +100,33 @@ class Engine:
         n_swa = self.model.info.n_swa
         return n_swa == 0 or self.context.pos_min() <= max(0, n_keep - n_swa)
 
-    def evaluate(self, tokens: Sequence[int], on_piece: Callable[[int], None] | None = None) -> None:
+    def evaluate(
+        self, tokens: Sequence[int], on_piece: Callable[[int], None] | None = None, *, all_logits: bool = False
+    ) -> None:
         """Computes tokens after those held, n_batch at a time.
 
-        Without ``on_piece`` the logits of the last token are kept. With it those of every token are, and it is called
-        with the length of each piece after its decode.
+        The logits of the last token are kept. With ``on_piece`` or ``all_logits`` those of every token of the last
+        piece are, and ``on_piece`` is called with the length of each piece after its decode.
 
         Raises:
             ContextFullError: no room. AbortedError: stopped; the tokens that were computed remain.
         """
+        self.drawn_at = -1
         n_batch = self.context.info.n_batch
         for start in range(0, len(tokens), n_batch):
             piece = tokens[start : start + n_batch]
             is_last = start + len(piece) == len(tokens)
-            wanted = [on_piece is not None or (is_last and i == len(piece) - 1) for i in range(len(piece))]
+            all_wanted = all_logits or on_piece is not None
+            wanted = [all_wanted or (is_last and i == len(piece) - 1) for i in range(len(piece))]
             first_pos = len(self.tokens)
             self.tokens.extend(piece)
+            self.has_logits = False
             try:
                 self.context.decode(piece, first_pos, wanted)
             except BaseException:
                 self.sync()
                 raise
+            self.has_logits = wanted[-1]
             if on_piece is not None:
                 on_piece(len(piece))
 
@@ -125,6 +148,7 @@ class Engine:
         tokens, native_state = _parse_state(data, self.model.info.n_vocab)
         self.sync()
         before = self.context.save_state()
+        self.has_logits = False
         self.context.load_state(native_state)
         n_held = self.context.pos_max() + 1
         if n_held != len(tokens):
@@ -132,11 +156,14 @@ class Engine:
             raise StateError(f"the saved state lists {len(tokens)} tokens and holds {n_held}: nothing was changed")
         self.tokens = tokens
 
-    def close(self) -> None:
-        """Stops what is running and frees the context and the model."""
-        self.turn.close()
-        self.context.close()
-        self.model.close()
+
+def state_tokens(data: bytes) -> list[int]:
+    """The tokens that a saved state holds.
+
+    Raises:
+        StateError: it is damaged, or is not a state.
+    """
+    return _parse_state(data, _MAX_TOKEN)[0]
 
 
 def _parse_state(data: Buffer, n_vocab: int) -> tuple[list[int], memoryview]:

@@ -12,6 +12,7 @@ __all__ = [
     "ChatTemplateError",
     "ClosedError",
     "ContextFullError",
+    "DeadlineError",
     "DownloadError",
     "InternalError",
     "InvalidArgumentError",
@@ -19,7 +20,9 @@ __all__ = [
     "ModelFileError",
     "OutOfMemoryError",
     "PykvqError",
+    "QueueFullError",
     "StateError",
+    "UnsupportedArgumentError",
     "UnsupportedModelError",
 ]
 
@@ -34,6 +37,10 @@ class LibraryError(PykvqError, ImportError):
 
 class InvalidArgumentError(PykvqError, ValueError):
     """An argument has a value that the caller can correct."""
+
+
+class UnsupportedArgumentError(InvalidArgumentError, TypeError):
+    """An argument that llama-cpp-python has and pykvq has not."""
 
 
 class ModelFileError(PykvqError, ValueError):
@@ -54,6 +61,14 @@ class ContextFullError(PykvqError, ValueError):
 
 class AbortedError(PykvqError):
     """The computation was stopped by ``Llama.abort()`` or by a callback."""
+
+
+class QueueFullError(PykvqError, RuntimeError):
+    """More requests at once than may wait."""
+
+
+class DeadlineError(PykvqError, TimeoutError):
+    """A request took longer than its time limit."""
 
 
 class StateError(PykvqError, ValueError):

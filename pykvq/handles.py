@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -178,6 +179,14 @@ def _fill_kv_format(struct: Any, kv: KVConfig) -> list[Any]:
     struct.tiers = tiers
     struct.n_sink = kv.n_sink
     return keep_alive
+
+
+def encoded_path(path: str | os.PathLike[str]) -> bytes:
+    """A path for the native library."""
+    raw_path = os.fspath(path).encode("utf-8", "surrogateescape")
+    if b"\0" in raw_path:
+        raise InvalidArgumentError(f"the path {path!r} holds a NUL character")
+    return raw_path
 
 
 def read_string(read: Callable[[Any, int], int]) -> str | None:

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
-from pykvq import responses
-from pykvq.chat_template import Message
-from pykvq.embedding import Embedding, embed_tokens
-from pykvq.errors import ContextFullError, InvalidArgumentError
-from pykvq.generation import (
-    Generation,
-    LogitsProcessor,
-    Request,
-    StoppingCriterion,
-    callables,
-    sample_once,
-    token_iterator,
-)
-from pykvq.loaded_model import RANDOM_SEED, LoadedModel
-from pykvq.responses import Response, ResponseHead
+import numpy as np
+
+from pykvq import peer_arguments, responses
+from pykvq.answer import log_softmax
+from pykvq.embedding import embed_texts
+from pykvq.engine import Engine
+from pykvq.errors import ContextFullError, InvalidArgumentError, LibraryError
+from pykvq.generation import Generation, sample_once, token_iterator
+from pykvq.prompt_cache import PromptCache, common_prefix
+from pykvq.request import Request, callables
+from pykvq.responses import Plan, Response
+from pykvq.runtime import Buffer, Context, FloatArray
 from pykvq.sampling import SamplingParams
-from pykvq.text_stream import stop_strings
-
-_MAX_LOGPROBS = 100
-
-LogitsProcessors = Sequence[LogitsProcessor] | LogitsProcessor | None
-StoppingCriteria = Sequence[StoppingCriterion] | StoppingCriterion | None
+from pykvq.text_model import Grammar, LogitsProcessors, StoppingCriteria, TextModel, grammar_argument
 
 
-class Llama(LoadedModel):
+class Llama(TextModel):
     """A GGUF model with a compressed KV cache.
 
     Args:
@@ -56,6 +49,9 @@ class Llama(LoadedModel):
         last_n_tokens_size: tokens of the answer that the penalties look back at, -1 for all.
         chat_template: a jinja2 template in place of the model's own.
         type_k, type_v: names of KV types: a cache without tiers, in place of ``kv_quant``.
+        lora_path, lora_scale: a LoRA adapter (GGUF) and its factor.
+        draft_model: guesses the next tokens, such as ``pykvq.speculative.PromptLookup()``; the answers stay
+            the same, up to how sums round.
         verbose: print the native log to stderr (process-wide).
         progress: called with 0 to 1 during the load; returning False stops it.
         force: load even what does not seem to fit into memory.
@@ -70,168 +66,111 @@ class Llama(LoadedModel):
     another call in that thread ends it.
     """
 
-    def create_completion(
-        self,
-        prompt: str | Sequence[int],
-        suffix: str | None = None,
-        max_tokens: int | None = 16,
-        temperature: float = 0.8,
-        top_p: float = 0.95,
-        min_p: float = 0.05,
-        typical_p: float = 1.0,
-        logprobs: int | None = None,
-        echo: bool = False,
-        stop: str | Sequence[str] | None = None,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        repeat_penalty: float = 1.0,
-        top_k: int = 40,
-        stream: bool = False,
-        seed: int | None = None,
-        mirostat_mode: int = 0,
-        mirostat_tau: float = 5.0,
-        mirostat_eta: float = 0.1,
-        model: str | None = None,
-        stopping_criteria: StoppingCriteria = None,
-        logits_processor: LogitsProcessors = None,
-        logit_bias: Mapping[int, float] | None = None,
-    ) -> Any:
-        """Completes a text.
+    _loaded_engine: Engine | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str | None,
+        additional_files: Sequence[str] | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        **values: Any,
+    ) -> Llama:
+        """A model from the Hugging Face hub, which is downloaded first if it is not in the cache.
 
         Args:
-            prompt: text, or token ids (to which no BOS is added).
-            suffix: text after the gap; not supported, must be None.
-            max_tokens: most tokens of the answer; None or <= 0 means until the context is full.
-            temperature, top_k, top_p, min_p, typical_p: how the next token is drawn; temperature 0 is greedy.
-            logprobs: report the log probability of each token and of that many likeliest ones.
-            echo: put the prompt before the answer.
-            stop: strings that end the answer and are not part of it.
-            frequency_penalty, presence_penalty, repeat_penalty: make tokens of the answer less likely to come again.
-            stream: return an iterator of chunks instead of one dict.
-            seed: of the draw; None takes the next one of the model's seeds, -1 a random one.
-            mirostat_mode, mirostat_tau, mirostat_eta: 1 or 2 aims at a constant surprise (Basu et al. 2020,
-                arXiv:2007.14966) instead of filtering.
-            model: the name to report.
-            stopping_criteria: callables (ids, scores) -> bool that end the answer before the token just drawn.
-            logits_processor: callables (ids, scores) -> scores, before everything else.
-            logit_bias: added to the logits, by token id.
-
-        Returns:
-            A dict in the shape of OpenAI's text_completion, or an iterator of such chunks.
+            repo_id: such as "Qwen/Qwen2.5-0.5B-Instruct-GGUF".
+            filename: the file's name, or a pattern such as "*q8_0.gguf" that one file matches.
+            additional_files: further names or patterns: the other parts of a split model.
+            local_dir, cache_dir: where to put the files.
+            values: arguments of the constructor.
 
         Raises:
-            ContextFullError: the prompt does not fit; the message has both numbers.
-            InvalidArgumentError, AbortedError, BusyError, ClosedError.
+            LibraryError: huggingface_hub is not installed. InvalidArgumentError: no file matches, or several do.
+            DownloadError: the hub cannot be reached, or has no such repository.
         """
-        if suffix is not None:
-            raise InvalidArgumentError("suffix is not supported: put the whole prompt, with its markers, in prompt")
-        generation = self.start_generation(
-            prompt,
-            max_tokens=max_tokens,
-            stop=stop,
-            sampling=self.sampling_params(
-                seed=seed,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                typical_p=typical_p,
-                repeat_penalty=repeat_penalty,
-                frequency_penalty=frequency_penalty,
-                presence_penalty=presence_penalty,
-                mirostat_mode=mirostat_mode,
-                mirostat_tau=mirostat_tau,
-                mirostat_eta=mirostat_eta,
-                logit_bias=logit_bias,
-            ),
-            n_logprobs=_checked_logprobs("logprobs", logprobs),
-            prompt_logprobs=echo and logprobs is not None,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
+        from pykvq.pretrained import download
+
+        peer_arguments.refuse(
+            "from_pretrained", {key: values.pop(key) for key in ("local_dir_use_symlinks",) if key in values}
         )
-        prompt_text = self._prompt_text(prompt) if echo or logprobs is not None else ""
-        head = ResponseHead(
-            model=self.model_path if model is None else model,
-            prompt_text=prompt_text if echo else "",
-            text_offset=len(prompt_text),
-        )
-        return responses.completion_chunks(generation, head) if stream else responses.completion(generation, head)
+        path = download(repo_id, filename, additional_files or (), local_dir=local_dir, cache_dir=cache_dir)
+        return cls(path, **values)
 
-    __call__ = create_completion
+    def set_cache(self, cache: PromptCache | None) -> None:
+        """Keeps the states of answers in a cache, such as ``pykvq.prompt_cache.RamCache()``; None ends it."""
+        self._engine.cache = cache
 
-    def create_chat_completion(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        temperature: float = 0.2,
-        top_p: float = 0.95,
-        top_k: int = 40,
-        min_p: float = 0.05,
-        typical_p: float = 1.0,
-        stream: bool = False,
-        stop: str | Sequence[str] | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        repeat_penalty: float = 1.0,
-        mirostat_mode: int = 0,
-        mirostat_tau: float = 5.0,
-        mirostat_eta: float = 0.1,
-        model: str | None = None,
-        logits_processor: LogitsProcessors = None,
-        logit_bias: Mapping[int, float] | None = None,
-        logprobs: bool | None = None,
-        top_logprobs: int | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Answers a chat, through the model's chat template.
+    def create_chat_completion_openai_v1(self, *args: Any, **values: Any) -> Any:
+        """``create_chat_completion`` with objects of the package openai instead of dicts."""
+        try:
+            from openai.types.chat import ChatCompletion, ChatCompletionChunk
+        except ImportError as error:
+            raise LibraryError("this needs the package openai: pip install openai") from error
+        answer = self.create_chat_completion(*args, **values)
+        if isinstance(answer, dict):
+            return ChatCompletion(**answer)
+        return (ChatCompletionChunk(**chunk) for chunk in answer)
 
-        Args:
-            messages: dicts with "role" and "content".
-            tools: function descriptions for the template.
-            logprobs, top_logprobs: report each token's log probability, and that many likeliest ones.
-            chat_template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``.
-            max_tokens and the rest: as in ``create_completion``.
+    def pooling_type(self) -> int:
+        """How embeddings are pooled: -1 as the model says, 0 none, 1 mean, 2 cls, 3 last, 4 rank."""
+        return self._pooling_type
 
-        Returns:
-            A dict in the shape of OpenAI's chat.completion, or an iterator of chat.completion.chunk dicts.
+    @staticmethod
+    def longest_token_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+        """Leading tokens that two lists have in common."""
+        return common_prefix(a, b)
 
-        Raises:
-            ChatTemplateError: no template, or it refuses the messages. ContextFullError: the chat does not fit.
-            InvalidArgumentError, AbortedError, BusyError, ClosedError.
-        """
-        if top_logprobs is not None and not logprobs:
-            raise InvalidArgumentError(f"top_logprobs={top_logprobs} needs logprobs=True")
-        generation = self.start_generation(
-            self.chat_prompt(messages, tools=tools, **(chat_template_kwargs or {})),
-            max_tokens=max_tokens,
-            stop=stop,
-            sampling=self.sampling_params(
-                seed=seed,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                typical_p=typical_p,
-                repeat_penalty=repeat_penalty,
-                frequency_penalty=frequency_penalty,
-                presence_penalty=presence_penalty,
-                mirostat_mode=mirostat_mode,
-                mirostat_tau=mirostat_tau,
-                mirostat_eta=mirostat_eta,
-                logit_bias=logit_bias,
-            ),
-            n_logprobs=_checked_logprobs("top_logprobs", top_logprobs or 0) if logprobs else None,
-            logits_processor=logits_processor,
-        )
-        head = ResponseHead(model=self.model_path if model is None else model)
-        if stream:
-            return responses.chat_completion_chunks(generation, head)
-        return responses.chat_completion(generation, head)
+    @staticmethod
+    def logits_to_logprobs(logits: Any, axis: int = -1) -> FloatArray:
+        """Natural logarithms of the probabilities that logits stand for, along an axis."""
+        values: FloatArray = np.apply_along_axis(log_softmax, axis, np.asarray(logits, dtype=np.float32))
+        return values.astype(np.float32)
 
-    def _prompt_text(self, prompt: str | Sequence[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.detokenize(prompt).decode("utf-8", "replace")
+    @property
+    def eval_tokens(self) -> list[int]:
+        """The tokens in the KV cache."""
+        return list(self._engine.tokens)
+
+    def _start(self, context: Context) -> None:
+        self._loaded_engine = Engine(self._model, context, self._n_ctx)
+
+    @property
+    def _engine(self) -> Engine:
+        self._context  # noqa: B018 (raises if there is none)
+        assert self._loaded_engine is not None
+        return self._loaded_engine
+
+    def _respond(self, plan: Plan) -> Any:
+        return self._chunks(plan) if plan.stream else self._response(plan)
+
+    def _response(self, plan: Plan) -> Response:
+        writers = []
+        for i, request in enumerate(plan.requests):
+            with self._generation(request) as generation:
+                writer = plan.make_writer(request, generation.result, i)
+                for piece in generation:
+                    writer.push(piece)
+            writer.finish()
+            writers.append(writer)
+        return plan.response(writers)
+
+    def _chunks(self, plan: Plan) -> Generator[Response, None, None]:
+        writers = []
+        for i, request in enumerate(plan.requests):
+            with self._generation(request) as generation:
+                writer = plan.make_writer(request, generation.result, i)
+                writers.append(writer)
+                yield from writer.start()
+                for piece in generation:
+                    yield from writer.push(piece)
+            yield from writer.finish()
+        yield from plan.last_chunks(writers)
+
+    def _generation(self, request: Request) -> Generation:
+        return Generation(self._engine, request)
 
     def start_generation(
         self,
@@ -256,31 +195,18 @@ class Llama(LoadedModel):
             prompt_logprobs: report those of the prompt too.
             max_tokens, stop, logits_processor, stopping_criteria: as in ``create_completion``.
         """
-        if self._makes_embeddings:
-            raise InvalidArgumentError("this model was loaded with embedding=True: load it without to generate text")
-        request = Request(
-            prompt=self._prompt_tokens(prompt),
+        (request,) = self._requests(
+            1,
+            prompt,
             max_tokens=max_tokens,
-            sampling=sampling or self.sampling_params(),
-            stop=stop_strings(stop),
+            stop=stop,
+            sampling={},
             n_logprobs=n_logprobs,
             prompt_logprobs=prompt_logprobs,
-            logits_processors=callables("logits_processor", logits_processor),
-            stopping_criteria=callables("stopping_criteria", stopping_criteria),
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
         )
-        return Generation(self._engine, request)
-
-    def sampling_params(
-        self, *, seed: int | None = None, logit_bias: Mapping[int, float] | None = None, **values: Any
-    ) -> SamplingParams:
-        """Sampling parameters with a seed drawn from the model's seeds where none is given."""
-        if seed is None:
-            seed = self._seeds.getrandbits(31)
-        elif seed in (-1, RANDOM_SEED):
-            seed = random.SystemRandom().getrandbits(31)
-        bias = {int(token): float(value) for token, value in (logit_bias or {}).items()}
-        self._checked_tokens(bias)
-        return SamplingParams(seed=seed, logit_bias=bias, last_n_tokens=self._last_n_tokens, **values)
+        return self._generation(request if sampling is None else replace(request, sampling=sampling))
 
     def generate(
         self,
@@ -295,6 +221,7 @@ class Llama(LoadedModel):
         *,
         logits_processor: LogitsProcessors = None,
         stopping_criteria: StoppingCriteria = None,
+        grammar: Grammar = None,
         **sampling: Any,
     ) -> Iterator[int]:
         """Yields sampled tokens, those that end a text included, until the context is full.
@@ -303,6 +230,7 @@ class Llama(LoadedModel):
             tokens: the prompt; what the KV cache already has of it is not computed again.
             temp: the temperature.
             reset: False puts ``tokens`` after those in the KV cache instead of replacing them.
+            grammar: as for ``create_completion``.
             sampling: other fields of ``SamplingParams``.
         """
         held = [] if reset else list(self._engine.tokens)
@@ -315,10 +243,12 @@ class Llama(LoadedModel):
                 typical_p=typical_p,
                 temperature=temp,
                 repeat_penalty=repeat_penalty,
-                **sampling,
+                **_known_sampling("generate", sampling),
             ),
             logits_processors=callables("logits_processor", logits_processor),
             stopping_criteria=callables("stopping_criteria", stopping_criteria),
+            constraint=grammar_argument(grammar),
+            draft=self._draft,
         )
         return token_iterator(self._engine, request)
 
@@ -338,20 +268,46 @@ class Llama(LoadedModel):
                 )
             self._engine.evaluate(ids)
 
-    def sample(self, temp: float = 0.8, logits_processor: LogitsProcessors = None, **sampling: Any) -> int:
+    def sample(
+        self,
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        typical_p: float = 1.0,
+        temp: float = 0.8,
+        repeat_penalty: float = 1.0,
+        *,
+        logits_processor: LogitsProcessors = None,
+        grammar: Grammar = None,
+        **sampling: Any,
+    ) -> int:
         """Draws a token after the last one evaluated, without adding it to the KV cache.
 
         Args:
             temp: the temperature.
             logits_processor: callables (ids, scores) -> scores.
+            grammar: what the token must begin with; see ``create_completion``.
             sampling: other fields of ``SamplingParams``.
 
         Raises:
             InvalidArgumentError: nothing has been evaluated.
         """
-        params = self.sampling_params(temperature=temp, **sampling)
+        request = Request(
+            prompt=(),
+            sampling=self.sampling_params(
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                typical_p=typical_p,
+                temperature=temp,
+                repeat_penalty=repeat_penalty,
+                **_known_sampling("sample", sampling),
+            ),
+            logits_processors=callables("logits_processor", logits_processor),
+            constraint=grammar_argument(grammar),
+        )
         with self._engine.turn:
-            return sample_once(self._engine, params, callables("logits_processor", logits_processor))
+            return sample_once(self._engine, request)
 
     def create_embedding(self, input: str | Sequence[str], model: str | None = None) -> Response:
         """Embeddings of one text or several, in the shape of OpenAI's response.
@@ -378,22 +334,53 @@ class Llama(LoadedModel):
         """
         if not self._makes_embeddings:
             raise InvalidArgumentError("this model was loaded to generate text: load it with embedding=True")
-        texts = [input] if isinstance(input, str) else list(input)
-        vectors: list[Embedding] = []
-        n_tokens = 0
-        for text in texts:
-            tokens = self.tokenize(text)
-            tokens = tokens[: self._engine.context.info.n_batch] if truncate else tokens
-            n_tokens += len(tokens)
-            with self._engine.turn:
-                vectors.append(embed_tokens(self._engine, tokens, normalize=normalize))
+        texts = self._embedding_tokens(input, truncate, self._context.info.n_batch)
+        with self._engine.turn:
+            self._engine.reset()
+            vectors = embed_texts(self._context, texts, normalize=normalize)
         result = vectors[0] if isinstance(input, str) else vectors
-        return (result, n_tokens) if return_count else result
+        return (result, sum(map(len, texts))) if return_count else result
+
+    # --- state
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in the KV cache now."""
+        return len(self._engine.tokens)
+
+    def reset(self) -> None:
+        """Empties the KV cache."""
+        with self._engine.turn:
+            self._engine.reset()
+
+    def save_state(self) -> bytes:
+        """The tokens and their KV cache, for ``load_state``."""
+        with self._engine.turn:
+            return self._engine.save_state()
+
+    def load_state(self, state: Buffer) -> None:
+        """Goes back to a saved state, given as bytes or another contiguous buffer.
+
+        Raises:
+            StateError: damaged, or of another model or KV format; nothing is changed then.
+            InvalidArgumentError: not bytes.
+        """
+        with self._engine.turn:
+            self._engine.load_state(state)
+
+    def abort(self) -> None:
+        """Ends the running computation with AbortedError. Any thread may call it."""
+        self._context.abort()
+
+    def close(self) -> None:
+        """Ends what is running and frees all native memory. Any thread may call it; again does nothing."""
+        if self._loaded_engine is not None:
+            self._loaded_engine.turn.close()
+        super().close()
 
 
-def _checked_logprobs(name: str, value: int | None) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not 0 <= value <= _MAX_LOGPROBS:
-        raise InvalidArgumentError(f"{name} must be between 0 and {_MAX_LOGPROBS} tokens, got {value!r}")
-    return value
+def _known_sampling(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of SamplingParams among further arguments; what else there is, is refused."""
+    names = {field.name for field in fields(SamplingParams)}
+    peer_arguments.refuse(method, {name: value for name, value in given.items() if name not in names})
+    return {name: value for name, value in given.items() if name in names}

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from pykvq import native
+from pykvq import native, peer_arguments
 from pykvq.chat_template import ChatTemplate, Message
-from pykvq.engine import Engine
-from pykvq.errors import ChatTemplateError, ContextFullError, InvalidArgumentError
+from pykvq.embedding import MAX_BATCH_TEXTS
+from pykvq.errors import ChatTemplateError, ContextFullError, InvalidArgumentError, UnsupportedModelError
 from pykvq.handles import FieldValue, ProgressCallback
-from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KV_TYPE_BITS, KVConfig, parse_kv_config
+from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KV_TYPE_BITS, KVConfig, kv_presets, parse_kv_config
 from pykvq.predict import require_memory
-from pykvq.runtime import Buffer, Context, Model
+from pykvq.runtime import Context, Model
+from pykvq.speculative import Draft
 
 # llama.cpp's value for "draw a seed"; -1 means the same
 RANDOM_SEED = 0xFFFFFFFF
@@ -25,7 +27,12 @@ _MAX_N_BATCH = 2**20
 
 
 class LoadedModel:
-    """A GGUF model with a context. The arguments and what they may raise are described at ``pykvq.Llama``."""
+    """A GGUF model with a context. The arguments and what they may raise are described at ``pykvq.Llama``.
+
+    A subclass says with ``_start`` what is to compute on the context.
+    """
+
+    _n_slots = 1
 
     def __init__(
         self,
@@ -62,11 +69,18 @@ class LoadedModel:
         chat_template: str | None = None,
         type_k: str | None = None,
         type_v: str | None = None,
+        lora_path: str | os.PathLike[str] | None = None,
+        lora_scale: float = 1.0,
+        draft_model: Draft | None = None,
         verbose: bool = False,
         progress: ProgressCallback | None = None,
         force: bool = False,
+        **unsupported: Any,
     ) -> None:
+        peer_arguments.refuse("__init__", unsupported)
         self._kv = parse_kv_config(kv_quant, type_k=type_k, type_v=type_v, n_sink=n_sink)
+        if embedding and self._kv.is_tiered:  # nothing grows old in a cache that each text empties
+            self._kv = kv_presets()["f16"]
         _check_sizes(n_ctx, n_batch, n_batch if n_ubatch is None else n_ubatch)
         _check_flash_attention(self._kv, flash_attn)
         self.model_path = os.fspath(model_path)
@@ -75,7 +89,9 @@ class LoadedModel:
         self._template_source = chat_template
         self._template: ChatTemplate | None = None
         self._makes_embeddings = embedding
-        self._loaded_engine: Engine | None = None
+        self._draft = draft_model
+        self._pooling_type = pooling_type
+        self._loaded_context: Context | None = None
         self.set_seed(seed)
         native.set_verbose(verbose)
         model_params: dict[str, FieldValue] = {
@@ -101,27 +117,42 @@ class LoadedModel:
             "swa_full": swa_full,
         }
         if not (force or vocab_only):
-            require_memory(model_path, self._kv, n_ctx, model_params, {**context_params, "n_ubatch": n_ubatch})
+            n_all = n_ctx * self._n_slots
+            require_memory(model_path, self._kv, n_all, model_params, {**context_params, "n_ubatch": n_ubatch})
         self._model = Model(model_path, progress=progress, vocab_only=vocab_only, use_mlock=use_mlock, **model_params)
         if vocab_only:
             return
-        if n_ubatch is None:
-            n_ubatch = self._kv.micro_batch(n_ctx or self._model.info.n_ctx_train)
+        n_ctx = n_ctx or self._model.info.n_ctx_train
+        if embedding:
+            n_ubatch = n_batch  # tokens are pooled within a micro-batch
+        elif n_ubatch is None:
+            n_ubatch = self._kv.micro_batch(n_ctx)
         try:
-            context = Context(
+            _check_draft(self._model, draft_model)
+            self._loaded_context = Context(
                 self._model,
                 self._kv,
-                n_ctx=n_ctx,
+                n_ctx=n_ctx * self._n_slots,
+                n_seq_max=MAX_BATCH_TEXTS if embedding else self._n_slots,
+                # slots have a cache each, so that no token looks at the cells of others
+                kv_unified=embedding or self._n_slots == 1,
                 n_ubatch=min(n_batch, n_ubatch),
                 n_threads=n_threads,
                 n_threads_batch=n_threads if n_threads_batch is None else n_threads_batch,
                 force=force,
                 **context_params,
             )
+            if lora_path is not None:
+                self._loaded_context.add_lora(lora_path, lora_scale)
+            # llama.cpp rounds the cells up to 256; who asks for fewer tokens gets no more
+            self._n_ctx = min(n_ctx, self._loaded_context.info.n_ctx_seq)
+            self._start(self._loaded_context)
         except BaseException:
-            self._model.close()
+            self.close()
             raise
-        self._loaded_engine = Engine(self._model, context, n_ctx)
+
+    def _start(self, context: Context) -> None:
+        """Begins to use the new context."""
 
     # --- tokens and text ---
 
@@ -182,8 +213,15 @@ class LoadedModel:
             self._template = self._compile_template()
         return self._template.render(messages, **variables)
 
+    @property
+    def template_source(self) -> str | None:
+        """The chat template's text, None if there is none."""
+        if self._template_source is None:
+            self._template_source = self._model.chat_template()
+        return self._template_source
+
     def _compile_template(self) -> ChatTemplate:
-        source = self._template_source or self._model.chat_template()
+        source = self.template_source
         if source is None:
             raise ChatTemplateError(
                 f"{self.model_path} has no chat template: pass chat_template=..., or complete raw text "
@@ -212,13 +250,18 @@ class LoadedModel:
         """Number of tokens in the vocabulary."""
         return self._model.info.n_vocab
 
+    def n_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self._model.info.n_bytes
+
     def n_embd(self) -> int:
         """Values of an embedding."""
         return self._model.info.n_embd
 
     def n_ctx(self) -> int:
         """Tokens that prompt and answer may have together."""
-        return self._engine.n_ctx
+        self._context  # noqa: B018 (raises if there is none)
+        return self._n_ctx
 
     def n_ctx_train(self) -> int:
         """Tokens that the model was trained on at once."""
@@ -227,10 +270,10 @@ class LoadedModel:
     @property
     def n_tokens(self) -> int:
         """Tokens in the KV cache now."""
-        return len(self._engine.tokens)
+        return sum(self._context.pos_max(seq) + 1 for seq in range(self._n_slots))
 
     def kv_info(self) -> dict[str, Any]:
-        """What the KV cache is and takes.
+        """What the KV cache is and takes, all slots together (``n_ctx`` is that of one).
 
         Returns:
             kv_quant, tiers_spec: the format's name, and its tiers as text.
@@ -243,10 +286,11 @@ class LoadedModel:
             flash_attn, attention_route: how attention is computed.
             compute_bytes: scratch memory of the computation.
         """
-        info = self._engine.context.read_info()
+        info = self._context.read_info()
+        n_tokens = self.n_tokens
         tiers = [
             {**asdict(tier), "bits_per_element": (KV_TYPE_BITS[tier.type_k] + KV_TYPE_BITS[tier.type_v]) / 2}
-            for tier in self._engine.context.read_tiers()
+            for tier in self._context.read_tiers()
         ]
         if not tiers:
             only = self._kv.tiers[0]
@@ -255,7 +299,7 @@ class LoadedModel:
                     "type_k": only.type_k,
                     "type_v": only.type_v,
                     "n_capacity": info.n_ctx,
-                    "n_used": self.n_tokens,
+                    "n_used": n_tokens,
                     "n_bytes": info.kv_bytes,
                     "n_requantized": 0,
                     "bits_per_element": only.bits_per_element(),
@@ -268,8 +312,8 @@ class LoadedModel:
             "kv_bytes_f16": info.kv_bytes_f16,
             "ratio": info.kv_bytes / info.kv_bytes_f16 if info.kv_bytes_f16 else 1.0,
             "bits_per_element": 8 * info.kv_bytes / info.kv_elements if info.kv_elements else 0.0,
-            "n_ctx": self._engine.n_ctx,
-            "n_tokens": self.n_tokens,
+            "n_ctx": self.n_ctx(),
+            "n_tokens": n_tokens,
             "tiers": tiers,
             "flash_attn": info.flash_attn,
             "attention_route": _attention_route(len(tiers), info.flash_attn),
@@ -282,34 +326,10 @@ class LoadedModel:
         """Sets where the seeds of calls that name none come from; -1 draws it."""
         self._seeds = random.Random(None if seed in (-1, RANDOM_SEED) else seed)
 
-    def reset(self) -> None:
-        """Empties the KV cache."""
-        with self._engine.turn:
-            self._engine.reset()
-
-    def save_state(self) -> bytes:
-        """The tokens and their KV cache, for ``load_state``."""
-        with self._engine.turn:
-            return self._engine.save_state()
-
-    def load_state(self, state: Buffer) -> None:
-        """Goes back to a saved state, given as bytes or another contiguous buffer.
-
-        Raises:
-            StateError: damaged, or of another model or KV format; nothing is changed then.
-            InvalidArgumentError: not bytes.
-        """
-        with self._engine.turn:
-            self._engine.load_state(state)
-
-    def abort(self) -> None:
-        """Ends the running computation with AbortedError. Any thread may call it."""
-        self._engine.context.abort()
-
     def close(self) -> None:
         """Ends what is running and frees all native memory. Any thread may call it; again does nothing."""
-        if self._loaded_engine is not None:
-            self._loaded_engine.close()
+        if self._loaded_context is not None:
+            self._loaded_context.close()
         self._model.close()
 
     def __enter__(self: _Self) -> _Self:  # typing.Self needs Python 3.11
@@ -319,10 +339,10 @@ class LoadedModel:
         self.close()
 
     @property
-    def _engine(self) -> Engine:
-        if self._loaded_engine is None:
+    def _context(self) -> Context:
+        if self._loaded_context is None:
             raise InvalidArgumentError("this model was loaded with vocab_only=True: load it without to compute")
-        return self._loaded_engine
+        return self._loaded_context
 
     def _prompt_tokens(self, prompt: str | bytes | Sequence[int]) -> tuple[int, ...]:
         """The tokens of a prompt, with BOS exactly once where the model wants it; checked against the context."""
@@ -333,10 +353,10 @@ class LoadedModel:
                 del tokens[0]  # a chat template that writes BOS itself
             tokens = tokens or ([bos] if bos >= 0 else [])
         else:
-            tokens = self._checked_tokens(prompt)
+            tokens = self._checked_tokens(prompt, "the prompt")
         if not tokens:
             raise InvalidArgumentError("the prompt is empty, and the model has no token that begins a text")
-        n_ctx = self._engine.n_ctx
+        n_ctx = self.n_ctx()
         if len(tokens) >= n_ctx:
             raise ContextFullError(
                 f"Requested tokens ({len(tokens)}) exceed context window of {n_ctx}, of which one token at least is "
@@ -344,8 +364,11 @@ class LoadedModel:
             )
         return tuple(tokens)
 
-    def _checked_tokens(self, tokens: Iterable[int]) -> list[int]:
-        ids = [int(token) for token in tokens]
+    def _checked_tokens(self, tokens: Iterable[int], name: str = "tokens") -> list[int]:
+        try:
+            ids = [operator.index(token) for token in tokens]
+        except TypeError as error:
+            raise InvalidArgumentError(f"{name} must be text or a list of token ids: {error}") from error
         n_vocab = self.n_vocab()
         wrong = next((token for token in ids if not 0 <= token < n_vocab), None)
         if wrong is not None:
@@ -377,6 +400,14 @@ def _check_sizes(n_ctx: int, n_batch: int, n_ubatch: int) -> None:
 def _check_flash_attention(kv: KVConfig, flash_attn: bool | None) -> None:
     if flash_attn is False and kv.needs_flash_attention:
         raise InvalidArgumentError(f"the KV format {kv} needs flash attention: leave flash_attn out, or take f16")
+
+
+def _check_draft(model: Model, draft: Draft | None) -> None:
+    if draft is not None and (model.info.is_recurrent or model.info.is_hybrid or model.info.n_swa):
+        raise UnsupportedModelError(
+            "draft_model needs a model that can take back tokens, which recurrent and sliding-window ones cannot: "
+            "leave it out"
+        )
 
 
 def _attention_route(n_tiers: int, flash_attn: bool) -> str:

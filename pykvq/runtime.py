@@ -27,6 +27,7 @@ from pykvq.handles import (
     ProgressCallback,
     ProgressGuard,
     context_params,
+    encoded_path,
     fill_struct,
     int8_pointer,
     int32_pointer,
@@ -118,9 +119,7 @@ class Model(HandleOwner):
         self, path: str | os.PathLike[str], *, progress: ProgressCallback | None = None, **params: FieldValue
     ) -> None:
         ffi, lib = native.load()
-        raw_path = os.fspath(path).encode("utf-8", "surrogateescape")
-        if b"\0" in raw_path:
-            raise InvalidArgumentError(f"the model path {path!r} holds a NUL character")
+        raw_path = encoded_path(path)
         native_params = ffi.new("pykvq_model_params *", lib.pykvq_model_default_params())
         fill_struct(native_params, params)
         guard = ProgressGuard(progress)
@@ -211,6 +210,12 @@ class Model(HandleOwner):
         with self._handle.use() as model:
             return bool(lib.pykvq_token_is_eog(model, token))
 
+    def is_control(self, token: int) -> bool:
+        """Whether a token is a control token, whose text is not meant to be shown."""
+        _, lib = native.load()
+        with self._handle.use() as model:
+            return bool(lib.pykvq_token_is_control(model, token))
+
 
 class Context(Closeable):
     """A KV cache and the compute buffers for one model. Its calls are serialised; it keeps the model alive.
@@ -283,31 +288,41 @@ class Context(Closeable):
             self.model.release()
 
     def decode(self, tokens: Sequence[int], first_pos: int, want_logits: Sequence[bool]) -> None:
-        """Computes tokens of sequence 0 at positions first_pos, first_pos + 1, ...
+        """Computes tokens of sequence 0 at positions first_pos, first_pos + 1, ...; see ``decode_batch``."""
+        n = len(tokens)
+        self.decode_batch(tokens, range(first_pos, first_pos + n), [0] * n, want_logits)
 
-        ``want_logits`` marks the tokens whose logits or embeddings are wanted.
+    def decode_batch(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], want_logits: Sequence[bool]
+    ) -> None:
+        """Computes one batch of tokens; all arguments have its length.
+
+        Args:
+            positions: each follows the last one that its sequence holds.
+            sequences: sequence ids.
+            want_logits: marks the tokens whose logits or embeddings are wanted.
 
         Raises:
             ContextFullError: no room in the KV cache; it is as before.
             AbortedError: stopped by ``abort()``; see ``pos_max`` for what was done.
         """
         _, lib = native.load()
-        n = len(tokens)
-        ids = np.asarray(tokens, dtype=np.int32)
-        positions = np.arange(first_pos, first_pos + n, dtype=np.int32)
-        sequences = np.zeros(n, dtype=np.int32)
+        ids, where, who = (np.asarray(values, dtype=np.int32) for values in (tokens, positions, sequences))
         wanted = np.asarray(want_logits, dtype=np.int8)
+        pointers = (int32_pointer(ids), int32_pointer(where), int32_pointer(who), int8_pointer(wanted))
         with self._use() as context:
-            native.check(
-                lib.pykvq_decode(
-                    context,
-                    int32_pointer(ids),
-                    int32_pointer(positions),
-                    int32_pointer(sequences),
-                    int8_pointer(wanted),
-                    n,
-                )
-            )
+            native.check(lib.pykvq_decode(context, *pointers, len(ids)))
+
+    def add_lora(self, path: str | os.PathLike[str], scale: float) -> None:
+        """Adds a LoRA adapter, times ``scale``, to what is computed from now on.
+
+        Raises:
+            ModelFileError: the file is missing, damaged, or an adapter of another model.
+        """
+        _, lib = native.load()
+        raw_path = encoded_path(path)
+        with self._use() as context:
+            native.check(lib.pykvq_context_add_lora(context, raw_path, scale), format_error=ModelFileError)
 
     def logits(self, i: int = -1) -> FloatArray:
         """A copy of the n_vocab logits of the i-th token of the last batch; -1 is the last one asked for.
@@ -325,11 +340,11 @@ class Context(Closeable):
         with self._use() as context:
             return self._floats(lib.pykvq_embeddings(context, i), self.model.info.n_embd, f"embedding of token {i}")
 
-    def pooled_embedding(self) -> FloatArray | None:
-        """A copy of the n_embd pooled embedding values of sequence 0, None where the model pools nothing."""
+    def pooled_embedding(self, seq: int = 0) -> FloatArray | None:
+        """A copy of the n_embd pooled embedding values of a sequence, None where the model pools nothing."""
         ffi, lib = native.load()
         with self._use() as context:
-            pointer = lib.pykvq_embeddings_seq(context, 0)
+            pointer = lib.pykvq_embeddings_seq(context, seq)
             if pointer == ffi.NULL:
                 return None
             return self._floats(pointer, self.model.info.n_embd, "pooled embedding")
@@ -361,27 +376,33 @@ class Context(Closeable):
         with self._use() as context:
             lib.pykvq_kv_clear(context)
 
-    def kv_remove(self, first_pos: int) -> None:
-        """Removes the tokens of sequence 0 from first_pos on.
+    def kv_remove(self, first_pos: int, seq: int = 0) -> None:
+        """Removes the tokens of a sequence from first_pos on; 0 removes all of them.
 
         Raises:
             UnsupportedModelError: the model's state has no parts (recurrent models).
         """
         _, lib = native.load()
         with self._use() as context:
-            native.check(lib.pykvq_kv_remove(context, 0, first_pos, -1))
+            native.check(lib.pykvq_kv_remove(context, seq, first_pos, -1))
 
-    def pos_min(self) -> int:
-        """The smallest position that sequence 0 holds, -1 if it is empty."""
+    def kv_copy(self, source: int, target: int) -> None:
+        """Makes sequence ``target``, which must be empty, a copy of sequence ``source``."""
         _, lib = native.load()
         with self._use() as context:
-            return int(lib.pykvq_kv_pos_min(context, 0))
+            native.check(lib.pykvq_kv_copy(context, source, target, -1, -1))
 
-    def pos_max(self) -> int:
-        """The largest position that sequence 0 holds, -1 if it is empty."""
+    def pos_min(self, seq: int = 0) -> int:
+        """The smallest position that a sequence holds, -1 if it is empty."""
         _, lib = native.load()
         with self._use() as context:
-            return int(lib.pykvq_kv_pos_max(context, 0))
+            return int(lib.pykvq_kv_pos_min(context, seq))
+
+    def pos_max(self, seq: int = 0) -> int:
+        """The largest position that a sequence holds, -1 if it is empty."""
+        _, lib = native.load()
+        with self._use() as context:
+            return int(lib.pykvq_kv_pos_max(context, seq))
 
     def save_state(self) -> bytes:
         """The state of sequence 0 with its own header and checksum."""
@@ -403,12 +424,12 @@ class Context(Closeable):
         with self._use() as context:
             native.check(lib.pykvq_state_load(context, 0, ffi.from_buffer("uint8_t[]", data), len(data)))
 
-    def sample(self, sampler: Sampler) -> int:
-        """Draws a token from the logits of the last token that was evaluated."""
+    def sample(self, sampler: Sampler, i: int = -1) -> int:
+        """Draws a token from the logits of the i-th token of the last batch; -1 is the last one asked for."""
         ffi, lib = native.load()
         token = ffi.new("int32_t *")
         with self._use() as context, sampler.use() as pointer:
-            native.check(lib.pykvq_sampler_sample(pointer, context, -1, token))
+            native.check(lib.pykvq_sampler_sample(pointer, context, i, token))
         return int(token[0])
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pykvq.errors import InvalidArgumentError
 
 _INT32_MAX = 2**31 - 1
+# of the native sampler, which allocates that many at once
+_MAX_LAST_N = 2**20
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class SamplingParams:
         self._require("repeat_penalty", lambda value: value > 0, "above 0 (1 turns it off)")
         for name in ("frequency_penalty", "presence_penalty"):
             self._require(name, math.isfinite, "a finite number (0 turns it off)")
+        for name in ("top_k", "mirostat_mode", "last_n_tokens", "seed"):
+            self._require(name, lambda value: int(value) == value, "a whole number")
         self._require("top_k", lambda value: abs(value) <= _INT32_MAX, "an int32 (0 or less turns it off)")
         self._require("mirostat_mode", lambda value: value in (0, 1, 2), "0 (off), 1 or 2")
         self._require("last_n_tokens", lambda value: -1 <= value <= _INT32_MAX, "-1 (the whole context) or more")
@@ -59,7 +63,7 @@ class SamplingParams:
         value = getattr(self, name)
         try:
             valid = math.isfinite(value) and is_valid(value)  # type: ignore[operator]
-        except TypeError:
+        except (TypeError, ValueError, OverflowError):
             valid = False
         if not valid:
             raise InvalidArgumentError(f"{name} must be {rule}, got {value!r}")
@@ -76,7 +80,7 @@ class SamplingParams:
             "repeat_penalty": self.repeat_penalty,
             "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty,
-            "penalty_last_n": self.last_n_tokens,
+            "penalty_last_n": min(self.last_n_tokens, _MAX_LAST_N),
             "mirostat_mode": self.mirostat_mode,
             "mirostat_tau": self.mirostat_tau,
             "mirostat_eta": self.mirostat_eta,

@@ -32,6 +32,66 @@ class Utf8Stream:
         return bool(self._decoder.getstate()[0])
 
 
+_ZERO_WIDTH_JOINER = "\u200d"
+# a longer run of joined characters is no character any more
+_MAX_CLUSTER = 32
+
+
+class GraphemeStream:
+    """Holds an emoji at the end of a text back until it is known that nothing joins it.
+
+    Families, flags, skin tones and the like are several code points, which come in tokens of their own but are one
+    character to a reader (Unicode Standard Annex 29). Text without them passes at once.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text up to the last character that may still grow."""
+        text = self._held + text
+        start = _open_cluster(text)
+        self._held = text[start:]
+        return text[:start]
+
+    def finish(self) -> str:
+        """What was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _open_cluster(text: str) -> int:
+    """Where the emoji begins that a text ends in; the text's length if it ends in none."""
+    n_halves = len(text) - len(text.rstrip(_FLAG_HALVES))
+    if n_halves:
+        return len(text) - n_halves % 2  # two halves make a flag
+    for start in range(len(text) - 1, max(-1, len(text) - 1 - _MAX_CLUSTER), -1):
+        joined = start > 0 and text[start - 1] == _ZERO_WIDTH_JOINER
+        if not (_extends(text[start]) or _is_emoji(text[start]) or joined):
+            # a letter or sign with a joiner or a selector after it
+            return start if start < len(text) - 1 else len(text)
+        if _is_emoji(text[start]) and not _extends(text[start]) and not joined:
+            return start
+    return len(text)
+
+
+_FLAG_HALVES = "".join(map(chr, range(0x1F1E6, 0x1F200)))
+
+
+def _is_emoji(character: str) -> bool:
+    return "\U0001f300" <= character <= "\U0001faff" or "\u2600" <= character <= "\u27bf"
+
+
+def _extends(character: str) -> bool:
+    """Joiners, variation selectors, skin tones, and the tags of regional flags."""
+    return (
+        character == _ZERO_WIDTH_JOINER
+        or "\ufe00" <= character <= "\ufe0f"
+        or "\U0001f3fb" <= character <= "\U0001f3ff"
+        or "\U000e0020" <= character <= "\U000e007f"
+    )
+
+
 class StopMatcher:
     """Finds the first stop string to be completed in a text that arrives in pieces.
 
@@ -83,6 +143,8 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     Raises:
         InvalidArgumentError: one is empty or not a string.
     """
+    if stop is not None and not isinstance(stop, (str, list, tuple)):
+        raise InvalidArgumentError(f"stop must be a string or a list of strings, got {stop!r}")
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for text in stops:
         if not isinstance(text, str) or not text:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pykvq.generation import Generation, Piece, Result
+    from pykvq.generation import Generation
+    from pykvq.request import Piece, Result
 
 _MIB = 1024 * 1024
 # a wait without a limit cannot be interrupted on Windows

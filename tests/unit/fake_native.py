@@ -36,15 +36,21 @@ ffi = make_ffi()
 
 class FakeContext:
     def __init__(self, params):
-        self.n_ctx = params.n_ctx or 2048
+        self.n_ctx = (params.n_ctx or 2048) // (1 if params.kv_unified else params.n_seq_max)
         self.n_batch = min(params.n_batch, params.n_ubatch) if params.n_tiers else params.n_batch
         self.tiers = [
             [ffi.string(params.tiers[i].type_k), ffi.string(params.tiers[i].type_v)] for i in range(params.n_tiers)
         ]
-        self.tokens = []  # the KV cache: a token for each position
+        self.n_seq = params.n_seq_max
+        # the KV cache: of each sequence, a token for each position
+        self.sequences = {seq: [] for seq in range(self.n_seq)}
         self.logits = {}
         self.aborted = False
         self.freed = False
+
+    @property
+    def tokens(self):
+        return self.sequences[0]
 
 
 class FakeLib:
@@ -56,6 +62,7 @@ class FakeLib:
         self.abi_version = 2
         self.available_memory = 2**40
         self.add_bos = True
+        self.fim_tokens = (1, 2, 3)
         self.n_swa = 0
         self.window_start = 0
         self.can_remove = True
@@ -65,7 +72,10 @@ class FakeLib:
         self.models_freed = 0
         self.sampler_params = []
         self.decoded = []  # (first position, tokens) of each decode
+        self.batches = []  # (sequence, token) of each token of each decode
         self.before_decode = lambda: None
+        # the token after those of a sequence
+        self.next_token = lambda held: self.replies.popleft() if self.replies else EOS
         self.objects = {}
         self.keep = []
 
@@ -122,7 +132,11 @@ class FakeLib:
         info.n_embd = N_EMBD
         info.n_swa = self.n_swa
         info.add_bos = self.add_bos
+        info.token_fim_prefix, info.token_fim_suffix, info.token_fim_middle = self.fim_tokens
         info.token_bos, info.token_eos, info.token_eot, info.token_nl = BOS, EOS, IM_END, 10
+
+    def pykvq_token_is_control(self, model, token):
+        return token in SPECIAL
 
     def pykvq_model_desc(self, model, buf, size):
         return self._string("fake 1B F16 " + "x" * 300, buf, size)
@@ -172,7 +186,8 @@ class FakeLib:
     # --- context
 
     def pykvq_context_default_params(self):
-        return ffi.new("pykvq_context_params *", {"n_ctx": 4096, "n_batch": 512, "n_ubatch": 512, "flash_attn": -1})[0]
+        values = {"n_ctx": 4096, "n_batch": 512, "n_ubatch": 512, "n_seq_max": 1, "flash_attn": -1, "kv_unified": True}
+        return ffi.new("pykvq_context_params *", values)[0]
 
     def pykvq_context_create(self, model, params, out):
         if not params.n_tiers and ffi.string(params.type_k) == b"iq4_nl":
@@ -200,7 +215,10 @@ class FakeLib:
 
     def pykvq_context_get_info(self, pointer, info):
         context = self._get(pointer)
-        info.n_ctx = info.n_ctx_seq = context.n_ctx
+        info.n_ctx = context.n_ctx
+        info.n_ctx_seq = context.n_ctx
+        info.n_seq_max = context.n_seq
+        info.n_ubatch = context.n_batch
         info.n_batch = context.n_batch
         info.kv_elements = 1000 * context.n_ctx
         info.kv_bytes_f16 = 2 * info.kv_elements
@@ -223,20 +241,22 @@ class FakeLib:
         context = self._get(pointer)
         assert not context.freed
         assert 1 <= n <= context.n_batch
-        assert [pos[i] for i in range(n)] == list(range(len(context.tokens), len(context.tokens) + n))
         if context.aborted:
             context.aborted = False
             return self._fail(ABORTED, "the decode was stopped")
-        if len(context.tokens) + n > context.n_ctx:
+        if max(len(context.sequences[seq_id[i]]) for i in range(n)) + n > context.n_ctx + context.n_seq - 1:
             return self._fail(NO_SPACE, "the KV cache has no room")
-        context.tokens += [tokens[i] for i in range(n)]
+        for i in range(n):
+            held = context.sequences[seq_id[i]]
+            assert pos[i] == len(held)
+            held.append(tokens[i])
         self.decoded.append((pos[0], [tokens[i] for i in range(n)]))
+        self.batches.append([(seq_id[i], tokens[i]) for i in range(n)])
         # where logits are asked for at every token they foretell the next one; else they follow the queue
-        wanted = [i for i in range(n) if want[i]]
         context.logits = {}
-        for i in wanted:
-            known = tokens[i + 1] if i + 1 < n else None
-            token = known if known is not None else self.replies.popleft() if self.replies else EOS
+        for i in (i for i in range(n) if want[i]):
+            is_inside = i + 1 < n and seq_id[i + 1] == seq_id[i]
+            token = tokens[i + 1] if is_inside else self.next_token(context.sequences[seq_id[i]])
             row = np.zeros(N_VOCAB, dtype=np.float32)
             row[token] = 10.0
             context.logits[i] = context.logits[-1] = row
@@ -247,7 +267,7 @@ class FakeLib:
         return ffi.NULL if row is None else ffi.from_buffer("float[]", row)
 
     def pykvq_embeddings(self, pointer, i):
-        token = self._get(pointer).tokens[i]
+        token = self.batches[-1][i][1]
         self.keep.append(ffi.new("float[]", [token, 0, 0, 3]))
         return self.keep[-1]
 
@@ -267,19 +287,26 @@ class FakeLib:
     # --- KV cache and state
 
     def pykvq_kv_clear(self, pointer):
-        self._get(pointer).tokens.clear()
+        for held in self._get(pointer).sequences.values():
+            held.clear()
 
     def pykvq_kv_remove(self, pointer, seq_id, p0, p1):
-        if not self.can_remove:
+        if not self.can_remove and p0 >= 0:
             return self._fail(UNSUPPORTED, "no part can be removed")
-        del self._get(pointer).tokens[p0:]
+        del self._get(pointer).sequences[seq_id][max(p0, 0) :]
+        return OK
+
+    def pykvq_kv_copy(self, pointer, source, target, p0, p1):
+        sequences = self._get(pointer).sequences
+        assert not sequences[target]
+        sequences[target] = list(sequences[source])
         return OK
 
     def pykvq_kv_pos_min(self, pointer, seq_id):
-        return self.window_start if self._get(pointer).tokens else -1
+        return self.window_start if self._get(pointer).sequences[seq_id] else -1
 
     def pykvq_kv_pos_max(self, pointer, seq_id):
-        return len(self._get(pointer).tokens) - 1
+        return len(self._get(pointer).sequences[seq_id]) - 1
 
     def pykvq_state_size(self, pointer, seq_id, size):
         size[0] = 4 * len(self._get(pointer).tokens) + 100  # more than is written, as in llama.cpp

@@ -13,6 +13,7 @@ from pykvq import (
     LibraryError,
     Llama,
     ModelFileError,
+    UnsupportedArgumentError,
     UnsupportedModelError,
 )
 from pykvq.native import check_abi
@@ -42,7 +43,7 @@ def test_the_parameters_reach_the_native_side(lib, model_path, monkeypatch):
 
     monkeypatch.setattr(lib, "pykvq_context_create", spy)
     Llama(model_path, kv_quant="q8_0/q4_ve", n_ctx=0, flash_attn=True, n_threads=3).close()
-    assert seen == {"k": b"q8_0", "v": b"q4_ve", "n_ctx": 0, "fa": 1, "threads": 3, "batch": 3}
+    assert seen == {"k": b"q8_0", "v": b"q4_ve", "n_ctx": 2048, "fa": 1, "threads": 3, "batch": 3}
 
 
 def test_a_missing_file_is_an_error_with_its_path(lib, tmp_path):
@@ -81,10 +82,11 @@ def test_wrong_values_are_refused(lib, model_path, values, text):
 
 
 def test_an_unknown_argument_is_a_type_error(llm, model_path):
-    with pytest.raises(TypeError, match="chat_format"):
-        Llama(model_path, chat_format="chatml")
-    with pytest.raises(TypeError, match="grammar"):
-        llm("x", grammar=None)
+    with pytest.raises(TypeError, match=r"temprature.*did you mean 'temperature'"):
+        llm("x", temprature=1)
+    with pytest.raises(UnsupportedArgumentError, match=r"^tfs_z=0\.5 is not supported by pykvq: .*use min_p"):
+        llm("x", tfs_z=0.5)
+    assert llm("x", tfs_z=1.0)
     with pytest.raises(TypeError, match="tempo"):
         llm.generate([1], tempo=3)
 
@@ -203,9 +205,60 @@ def test_echo_puts_the_prompt_first(llm, reply):
     assert text_of(llm("a", echo=True, stream=True)) == "a"
 
 
-def test_suffix_is_refused(llm):
-    with pytest.raises(InvalidArgumentError, match="suffix is not supported"):
+def test_suffix_needs_a_model_that_fills_gaps(lib, model_path):
+    lib.fim_tokens = (-1, -1, -1)
+    with (
+        Llama(model_path) as llm,
+        pytest.raises(InvalidArgumentError, match="suffix needs a model with fill-in-the-middle tokens"),
+    ):
         llm("a", suffix="b")
+
+
+def test_the_middle_comes_after_prefix_and_suffix(llm, lib, reply):
+    reply("x")
+    response = llm("ab", suffix="cd", echo=True)
+    assert held(lib)[:8] == [BOS, 1, *b"ab", 2, *b"cd", 3]
+    assert response["choices"][0]["text"] == "abx"
+
+
+def test_a_prompt_may_be_bytes(llm, reply):
+    reply("b")
+    assert llm("é".encode(), echo=True)["choices"][0]["text"] == "éb"
+
+
+def test_several_answers(llm, lib, reply):
+    reply("a")
+    lib.replies.extend([*b"bc", EOS])
+    response = llm("x", n=2, seed=5)
+    assert [(choice["index"], choice["text"]) for choice in response["choices"]] == [(0, "a"), (1, "bc")]
+    assert response["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert [params["seed"] for params in lib.sampler_params] == [5, 6]
+    for n in (0, 129, 1.5, True):
+        with pytest.raises(InvalidArgumentError, match="n must be"):
+            llm("x", n=n)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"max_tokens": "5"}, "max_tokens must be a whole number, got '5'"),
+        ({"seed": "a"}, "seed must be a whole number"),
+        ({"temperature": "hot"}, "temperature must be 0 or more, got 'hot'"),
+        ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"logit_bias": [1]}, "logit_bias must be a dict"),
+        ({"logit_bias": {"x": 1}}, "logit_bias must be a dict"),
+        ({"stop": 3}, "stop must be"),
+        ({"stop": [""]}, "at least one character"),
+        ({"grammar": 5}, "grammar must be"),
+        ({"logprobs": True}, "logprobs must be a whole number"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused(llm, values, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        llm("x", **values)
+    for prompt in (5, None, ["a"], [1.5], {}):
+        with pytest.raises(InvalidArgumentError, match="prompt"):
+            llm(prompt)
 
 
 @pytest.mark.parametrize("prompt", [[1, 999], [-1]])

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from pykvq import InvalidArgumentError
-from pykvq.text_stream import StopMatcher, Utf8Stream, stop_strings
+from pykvq.text_stream import GraphemeStream, StopMatcher, Utf8Stream, stop_strings
 
 
 def decode_in_pieces(data, cuts):
@@ -92,3 +92,27 @@ def test_stop_argument_forms():
 def test_stop_strings_that_are_none(wrong):
     with pytest.raises(InvalidArgumentError, match="at least one character"):
         stop_strings(wrong)
+
+
+EMOJI = ["👩‍👩‍👧", "🇩🇪", "👍🏽", "❤️", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "😀", "🎉"]
+
+
+@pytest.mark.parametrize("text", [*EMOJI, "a" + "".join(EMOJI) + "b", "🇩🇪🇫🇷🇮🇹", "日本語 é\n"])
+def test_what_is_one_character_to_a_reader_comes_at_once(text):
+    stream = GraphemeStream()
+    pieces = [stream.push(character) for character in text] + [stream.finish()]
+    assert "".join(pieces) == text
+    for emoji in EMOJI:
+        assert sum(piece.count(emoji) for piece in pieces) == text.count(emoji)
+
+
+def test_text_without_emoji_passes_at_once():
+    stream = GraphemeStream()
+    text = "Grüße, 日本語, ॐ, x² and\ttabs\n"
+    assert [stream.push(character) for character in text] == list(text)
+    assert stream.finish() == ""
+
+
+def test_a_run_of_joiners_is_not_held_for_ever():
+    stream = GraphemeStream()
+    assert len("".join(stream.push("\u200d") for _ in range(100))) > 50
