@@ -1,0 +1,94 @@
+"""Answers over HTTP: whole, or as server-sent events, until the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from pykvq.server.errors import api_error
+
+# a comment is sent when nothing else was for so many seconds, so that no proxy gives the connection up
+_KEEP_ALIVE_SECONDS = 15.0
+# nginx would collect the events otherwise
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+_T = TypeVar("_T")
+
+
+def event(data: dict[str, Any], name: str | None = None) -> str:
+    """One server-sent event."""
+    lines = f"event: {name}\n" if name else ""
+    return f"{lines}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def event_stream(events: AsyncIterator[str], resources: AsyncExitStack, end: str = "data: [DONE]\n\n") -> Response:
+    """A stream of events; an error becomes the last one. ``resources`` are given back when it ends, however it does."""
+    return StreamingResponse(_guarded(events, resources, end), media_type="text/event-stream", headers=_HEADERS)
+
+
+async def _guarded(events: AsyncIterator[str], resources: AsyncExitStack, end: str) -> AsyncGenerator[str, None]:
+    async with resources:
+        try:
+            async for text in _kept_alive(events):
+                yield text
+        except Exception as error:
+            yield event(api_error(error).body())
+        yield end
+
+
+async def _kept_alive(events: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+    """The events, and a comment whenever none has come for a while."""
+    iterator = aiter(events)
+    pending: asyncio.Task[str] | None = None
+    try:
+        while True:
+            if pending is None:
+                pending = asyncio.ensure_future(_next(iterator))
+            done, _ = await asyncio.wait([pending], timeout=_KEEP_ALIVE_SECONDS)
+            if not done:
+                yield ": keep-alive\n\n"
+                continue
+            task, pending = pending, None
+            try:
+                text = task.result()
+            except StopAsyncIteration:
+                return
+            yield text
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.wait([pending])
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+async def _next(iterator: AsyncIterator[str]) -> str:
+    return await anext(iterator)
+
+
+async def json_answer(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+    """The JSON that ``work`` gives; it is cancelled if the client goes away."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return Response(status_code=499)  # as nginx calls it; nobody reads it
+        return JSONResponse(task.result())
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.wait([task, gone])
+
+
+async def _disconnected(request: Request) -> None:
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return
