@@ -17,3 +17,12 @@ def smollm2_path() -> Path:
     from pykvq import catalog
 
     return catalog.fetch(catalog.default_model())
+
+
+@pytest.fixture(scope="session")
+def qwen_path() -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct Q4_K_M, which PYKVQ_TEST_MODEL_QWEN names."""
+    given = os.environ.get("PYKVQ_TEST_MODEL_QWEN")
+    if not given:
+        pytest.skip("PYKVQ_TEST_MODEL_QWEN does not name a file")
+    return Path(given)
