@@ -71,7 +71,8 @@ def _draw(engine: Engine, chooser: TokenChooser, drafted: Sequence[int], result:
     n_sure = len(engine.tokens) - len(drafted)
     tokens: list[int] = []
     for i in range(len(drafted) + 1):
-        place, ids = i - len(drafted) - 1, engine.tokens[: n_sure + i]
+        place = i - len(drafted) - 1
+        ids = engine.tokens[: n_sure + i] if drafted else engine.tokens
         token = chooser.choose(engine.context, place, ids)
         if chooser.should_stop(engine.context, place, ids):
             result.finish_reason = "stop"

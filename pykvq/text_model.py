@@ -283,6 +283,9 @@ class TextModel(LoadedModel):
             raise InvalidArgumentError("this model was loaded with embedding=True: load it without to generate text")
         if _checked_int("n", n) not in range(1, _MAX_CHOICES + 1):
             raise InvalidArgumentError(f"n must be between 1 and {_MAX_CHOICES} answers, got {n}")
+        if constraint is not None:
+            # here rather than where it would hold up other requests: the first time takes a second
+            constraint.start(self._model)
         first = self.sampling_params(seed=seed, **sampling)
         request = Request(
             prompt=self._prompt_tokens(prompt),

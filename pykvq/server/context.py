@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -43,7 +44,9 @@ async def answer_plan(
     """
     async with AsyncExitStack() as stack:
         name, llm = await stack.enter_async_context(context_of(request).registry.use(model))
-        plan = replace(make_plan(name, llm), include_usage=include_usage, usage_details=True)
+        # tokenizing a long prompt and compiling a grammar take a while, in which other requests go on
+        plan = await asyncio.to_thread(make_plan, name, llm)
+        plan = replace(plan, include_usage=include_usage, usage_details=True)
         reply = llm.reply(plan)
         if not plan.stream:
             return await json_answer(request, reply.response())

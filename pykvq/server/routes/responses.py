@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -34,7 +35,8 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
         )
     async with AsyncExitStack() as stack:
         name, llm = await stack.enter_async_context(context_of(request).registry.use(body.model))
-        plan = replace(_plan(body, name, llm), include_usage=True, usage_details=True)
+        plan = await asyncio.to_thread(_plan, body, name, llm)
+        plan = replace(plan, include_usage=True, usage_details=True)
         reply = llm.reply(plan)
         writer = _ResponseWriter(body, name)
         if not body.stream:
