@@ -2,6 +2,7 @@
 // all kinds in turn in one process, medians.
 //
 //   bench-attention [--heads 9] [--kv-heads 3] [--dim 64] [--tokens 1] [--threads 2] [--repeat 7] [--depth 4096,...]
+//                   [--kind q4_ve]   only the kinds whose name holds this, and llama.cpp's F16
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -28,6 +29,7 @@ struct options {
     int threads      = 2;
     int repeat       = 7;
     std::vector<int64_t> depths{ 4096, 16384 };
+    std::string kind;
 };
 
 struct tier {
@@ -163,6 +165,16 @@ private:
     std::vector<ggml_tensor *> caches;
 };
 
+static std::vector<kind> chosen_kinds(const options & o) {
+    std::vector<kind> kinds;
+    for (const kind & k : KINDS) {
+        if (kinds.empty() || std::strstr(k.name, o.kind.c_str())) {
+            kinds.push_back(k);
+        }
+    }
+    return kinds;
+}
+
 static double median(std::vector<double> x) {
     std::sort(x.begin(), x.end());
     return x[x.size() / 2];
@@ -185,6 +197,8 @@ static options parse(int argc, char ** argv) {
             o.threads = (int) value;
         } else if (name == "--repeat") {
             o.repeat = (int) value;
+        } else if (name == "--kind") {
+            o.kind = argv[i + 1];
         } else if (name == "--depth") {
             o.depths.clear();
             std::stringstream list(argv[i + 1]);
@@ -200,26 +214,27 @@ static options parse(int argc, char ** argv) {
 }
 
 int main(int argc, char ** argv) {
-    const options o = parse(argc, argv);
+    const options o               = parse(argc, argv);
+    const std::vector<kind> kinds = chosen_kinds(o);
     std::printf("heads %d, KV heads %d, head dim %d, tokens %d, threads %d; medians of %d\n", (int) o.heads,
                 (int) o.kv_heads, (int) o.dim, (int) o.tokens, o.threads, o.repeat);
     std::printf("%8s  %-18s %12s %8s %8s\n", "depth", "cache", "us a layer", "ratio", "GB/s");
     for (const int64_t depth : o.depths) {
         std::vector<std::unique_ptr<attention_graph>> graphs;
-        std::vector<std::vector<double>> times(KINDS.size());
-        for (const kind & k : KINDS) {
+        std::vector<std::vector<double>> times(kinds.size());
+        for (const kind & k : kinds) {
             graphs.push_back(std::make_unique<attention_graph>(o, k, depth));
             graphs.back()->run();  // warm-up
         }
         for (int r = 0; r < o.repeat; r++) {
-            for (size_t i = 0; i < KINDS.size(); i++) {
+            for (size_t i = 0; i < kinds.size(); i++) {
                 times[i].push_back(graphs[i]->run());
             }
         }
         const double base = median(times[0]);
-        for (size_t i = 0; i < KINDS.size(); i++) {
+        for (size_t i = 0; i < kinds.size(); i++) {
             const double t = median(times[i]);
-            std::printf("%8d  %-18s %12.1f %8.2f %8.2f\n", (int) depth, KINDS[i].name, 1e6 * t, base / t,
+            std::printf("%8d  %-18s %12.1f %8.2f %8.2f\n", (int) depth, kinds[i].name, 1e6 * t, base / t,
                         (double) graphs[i]->kv_bytes / t * 1e-9);
         }
     }

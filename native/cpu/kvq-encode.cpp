@@ -37,7 +37,7 @@ block_values load_block(const float * x) {
     float lanes[LANES];
     int32_t flags[LANES];
     store(lanes, largest);
-    std::memcpy(flags, &broken, sizeof(flags));
+    store(flags, broken);
     const bool finite = std::none_of(flags, flags + LANES, [](int32_t f) { return f != 0; });
     b.absmax          = finite ? *std::max_element(lanes, lanes + LANES) : NAN;
     return b;

@@ -1,6 +1,6 @@
 // Attention for one or a few tokens. All query heads of a KV head are computed together, so that a block is decoded once
-// a group. Lanes are the dims of a head. The blocks that a token may see are shared out over the threads; each leaves a
-// maximum, a sum and an accumulator a head, merged by log-sum-exp.
+// a group. Lanes are the dims of a head. The blocks that a token sees, times the KV heads, are shared out over the
+// threads; each leaves a maximum, a sum and an accumulator a head, merged by log-sum-exp.
 
 #include "ggml-cpu-impl.h"
 #include "kvq-flash-attn.h"
@@ -274,7 +274,17 @@ void load_queries(const attention & a, int64_t stream, int64_t token, float * ou
     }
 }
 
-// A thread's part [begin, end) of the visible blocks of one token.
+// Cuts what no one sees off the end of a block and loads the bias of the rest.
+cell_block load_bias(cell_block block, const uint16_t * mask, float * bias) {
+    while (mask[block.cell + block.n - 1] == MASK_HIDDEN) {
+        block.n--;
+    }
+    decode_halves(mask + block.cell, block.n, bias);
+    std::fill(bias + block.n, bias + BLOCK, -INFINITY);
+    return block;
+}
+
+// A thread's part [begin, end) of the work for one token: its visible blocks, and of each all KV heads in turn.
 void attend_token(const attention & a, int64_t query, int64_t begin, int64_t end, const scratch & s,
                   const partial & p) {
     const int64_t stream = query / a.n_tokens;
@@ -287,23 +297,36 @@ void attend_token(const attention & a, int64_t query, int64_t begin, int64_t end
     }
     std::fill_n(p.acc, a.n_head * a.dv_pad, 0.0f);
     load_queries(a, stream, token, s.q);
-    int64_t n_seen = 0;
-    for (int64_t b = 0; b < a.n_blocks && n_seen < end; b++) {
+    int64_t unit = 0;  // number of the block's first KV head among all visible ones
+    for (int64_t b = 0; b < a.n_blocks && unit < end; b++) {
         const visibility visible = s.visible[query * a.n_blocks + b];
-        if (visible == visibility::hidden || n_seen++ < begin) {
+        if (visible == visibility::hidden) {
             continue;
         }
-        const cell_block block = block_at(a, b);
-        const float * bias     = nullptr;
-        if (visible == visibility::mixed) {
-            decode_halves(m + block.cell, block.n, s.bias);
-            std::fill(s.bias + block.n, s.bias + BLOCK, -INFINITY);
-            bias = s.bias;
+        const int64_t head0 = std::max<int64_t>(begin - unit, 0);
+        const int64_t head1 = std::min(end - unit, a.n_head_kv);
+        unit += a.n_head_kv;
+        if (head0 >= head1) {
+            continue;
         }
-        for (int64_t h = 0; h < a.n_head_kv; h++) {
-            attend_group(a, block, stream, h, bias, s, p);
+        const bool mixed       = visible == visibility::mixed;
+        const cell_block block = mixed ? load_bias(block_at(a, b), m, s.bias) : block_at(a, b);
+        for (int64_t h = head0; h < head1; h++) {
+            attend_group(a, block, stream, h, mixed ? s.bias : nullptr, s, p);
         }
     }
+}
+
+// What a token sees of each block; returns how many blocks it sees anything of.
+int64_t find_visible(const attention & a, int64_t query, visibility * visible) {
+    const uint16_t * m = mask_row(a, query / a.n_tokens, query % a.n_tokens);
+    int64_t n          = 0;
+    for (int64_t b = 0; b < a.n_blocks; b++) {
+        const cell_block block = block_at(a, b);
+        visible[b]             = classify(m ? m + block.cell : nullptr, block.n);
+        n += visible[b] != visibility::hidden;
+    }
+    return n;
 }
 
 // One head of one token from what the threads have left.
@@ -342,22 +365,16 @@ void attend_decode(const ggml_compute_params * params, const attention & a) {
     float * partials = memory + params->nth * scratch_floats(a);
     const scratch s  = make_scratch(a, memory + params->ith * scratch_floats(a));
 
-    int64_t n_visible = 0;
+    int64_t n_units = 0;  // visible blocks of all tokens times KV heads
     for (int64_t i = 0; i < n_queries(a); i++) {
-        const uint16_t * m = mask_row(a, i / a.n_tokens, i % a.n_tokens);
-        for (int64_t b = 0; b < a.n_blocks; b++) {
-            const cell_block block        = block_at(a, b);
-            const visibility visible      = classify(m ? m + block.cell : nullptr, block.n);
-            s.visible[i * a.n_blocks + b] = visible;
-            n_visible += visible != visibility::hidden;
-        }
+        n_units += find_visible(a, i, s.visible + i * a.n_blocks) * a.n_head_kv;
     }
-    const int64_t begin = params->ith * n_visible / params->nth;
-    const int64_t end   = (params->ith + 1) * n_visible / params->nth;
-    int64_t first       = 0;  // the token's first visible block
+    const int64_t begin = params->ith * n_units / params->nth;
+    const int64_t end   = (params->ith + 1) * n_units / params->nth;
+    int64_t first       = 0;  // the token's first unit
     for (int64_t i = 0; i < n_queries(a); i++) {
         const visibility * of_token = s.visible + i * a.n_blocks;
-        const int64_t n             = a.n_blocks - std::count(of_token, of_token + a.n_blocks, visibility::hidden);
+        const int64_t n = (a.n_blocks - std::count(of_token, of_token + a.n_blocks, visibility::hidden)) * a.n_head_kv;
         attend_token(a, i, std::max<int64_t>(begin - first, 0), std::min(end - first, n), s,
                      partial_of(a, partials, params->ith, i));
         first += n;

@@ -183,7 +183,7 @@ void bias_scores(const attention & a, int64_t n, const float * bias, float * sco
 
 bool any_lane(vint mask) {
     int32_t lanes[LANES];
-    *(vint __attribute__((aligned(4), may_alias)) *) lanes = mask;
+    store(lanes, mask);
     return std::any_of(lanes, lanes + LANES, [](int32_t x) { return x != 0; });
 }
 

@@ -25,6 +25,7 @@ constexpr int LANES = KVQ_LANES;
 typedef float vfloat __attribute__((vector_size(KVQ_LANES * 4)));
 typedef int32_t vint __attribute__((vector_size(KVQ_LANES * 4)));
 typedef vfloat vfloat_unaligned __attribute__((aligned(4), may_alias));
+typedef vint vint_unaligned __attribute__((aligned(4), may_alias));
 
 static inline vfloat load(const float * x) {
     return *(const vfloat_unaligned *) x;
@@ -32,6 +33,10 @@ static inline vfloat load(const float * x) {
 
 static inline void store(float * x, vfloat v) {
     *(vfloat_unaligned *) x = v;
+}
+
+static inline void store(int32_t * x, vint v) {
+    *(vint_unaligned *) x = v;
 }
 
 static inline vfloat splat(float x) {
