@@ -7,6 +7,7 @@
 #include "ggml.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -37,6 +38,7 @@ struct attention_case {
     float max_bias     = 0.0f;
     float softcap      = 0.0f;
     bool sinks         = false;
+    float q_scale      = 1.0f;
     int n_threads      = 1;
     int64_t spare_rows = 5;  // rows of each tier behind those in use
     int64_t n_columns  = 0;  // of a row, if more than its heads need
@@ -296,7 +298,7 @@ static std::pair<std::vector<float>, std::vector<float>> compute(const attention
         fill_tier(in.k[t], c, c.dim_k, c.tiers[t].n_rows, t == 0);
         fill_tier(in.v[t], c, c.dim_v, c.tiers[t].n_rows, t == 0);
     }
-    in.q    = random_normal((size_t) ggml_nelements(q));
+    in.q    = random_normal((size_t) ggml_nelements(q), c.q_scale);
     in.mask = make_mask(c);
     ggml_backend_tensor_set(q, in.q.data(), 0, ggml_nbytes(q));
     set_f16(mask, in.mask);
@@ -482,6 +484,42 @@ static void test_large_offsets() {
     }
 }
 
+// Scores so far apart that most blocks weigh nothing and are left out; and the same with nothing left out.
+static void test_negligible_blocks() {
+    for (const char * skip : { "1", "0" }) {
+        setenv("PYKVQ_ATTENTION_SKIP", skip, 1);
+        for (const int64_t n_tokens : { 1, 40 }) {
+            attention_case c;
+            c.tiers    = mix({ F16, Q4_VE }, { 200, 800 });
+            c.n_tokens = n_tokens;
+            c.q_scale  = 30.0f;
+            test_case(c);
+        }
+    }
+    unsetenv("PYKVQ_ATTENTION_SKIP");
+}
+
+// On F16, llama.cpp's own kernel is the measure: ours is as close to it as its error allows, and no further from the truth.
+static void test_against_ggml() {
+    for (const int64_t n_tokens : { 1, 40 }) {
+        attention_case c;
+        c.tiers    = mix({ F16 }, { 1000 });
+        c.n_tokens = n_tokens;
+        setenv("PYKVQ_FLASH_ATTN", "ggml", 1);
+        check_rng().seed(2);
+        const auto [theirs, exact] = compute(c);
+        unsetenv("PYKVQ_FLASH_ATTN");
+        check_rng().seed(2);
+        const std::vector<float> ours = compute(c).first;
+        const double error            = nmse(ours, exact);
+        const double their_error      = nmse(theirs, exact);
+        std::printf("%d tokens, F16: NMSE %g, llama.cpp's %g\n", (int) n_tokens, error, their_error);
+        CHECK(their_error > 0.0 && their_error < 1e-4, "%g", their_error);
+        CHECK(error <= 4.0 * their_error, "%g and %g", error, their_error);  // twice the error, squared
+        CHECK(nmse(ours, theirs) <= 4.0 * their_error, "%g and %g", nmse(ours, theirs), their_error);
+    }
+}
+
 // A result may depend on the number of threads by rounding only, and on nothing else.
 static void test_repeatable() {
     attention_case c;
@@ -506,6 +544,8 @@ int main() {
     test_streams();
     test_large_offsets();
     test_repeatable();
+    test_negligible_blocks();
+    test_against_ggml();
     std::printf("worst error %g\n", worst);
     return check_result("test-tier-attention");
 }
