@@ -1,4 +1,4 @@
-"""pykvq-bench's arithmetic and its table; tests/model/test_bench.py runs it on a model."""
+"""pykvq-bench's arithmetic and its table; tests/model/test_bench_smollm2.py runs it on a model."""
 
 import pytest
 
