@@ -86,7 +86,7 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     Raises:
         InvalidArgumentError: names the first message that is wrong, and how.
     """
-    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidArgumentError("messages must be a list of at least one dict with 'role' and 'content'")
     return [_check_message(i, message) for i, message in enumerate(messages)]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
+from pykvq.arguments import require_type
 from pykvq.errors import InvalidArgumentError
 
 # every type that the native library can store a KV cache in, and its bits per element with scales
@@ -20,6 +22,8 @@ KV_TYPE_BITS = {
     "q4_ve": 4.25,
     "q2_t": 2.25,
 }
+# numbers of ggml's types
+_GGML_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl", 30: "bf16"}
 _FLOAT_TYPES = ("f32", "f16", "bf16")
 _WINDOW_TYPES = ("f16", "bf16")
 _MAX_TIERS = 4
@@ -97,7 +101,11 @@ def kv_presets() -> dict[str, KVConfig]:
 
 
 def parse_kv_config(
-    value: str | KVConfig, *, type_k: str | None = None, type_v: str | None = None, n_sink: int = DEFAULT_SINKS
+    value: str | KVConfig,
+    *,
+    type_k: str | int | None = None,
+    type_v: str | int | None = None,
+    n_sink: int = DEFAULT_SINKS,
 ) -> KVConfig:
     """The format that ``value`` names.
 
@@ -110,13 +118,15 @@ def parse_kv_config(
         InvalidArgumentError: an unknown name or a list of tiers that makes no sense; the message lists the valid ones.
     """
     if type_k is not None or type_v is not None:
-        tier = Tier(_checked_type(type_k or type_v, "type_k"), _checked_type(type_v or type_k, "type_v"))
+        key, value_type = (type_v if type_k is None else type_k), (type_k if type_v is None else type_v)
+        tier = Tier(_checked_type(key, "type_k"), _checked_type(value_type, "type_v"))
         return KVConfig(str(tier), (tier,))
     if isinstance(value, KVConfig):
         _check_tiers(str(value), value.tiers)
         return value
     if not isinstance(value, str):
         raise InvalidArgumentError(f"kv_quant must be a name such as {DEFAULT_PRESET!r}, got {value!r}")
+    require_type("n_sink", n_sink, int)
     if not 0 <= n_sink <= _MAX_TOKENS:
         raise InvalidArgumentError(f"n_sink must be between 0 and {_MAX_TOKENS} tokens, got {n_sink}")
     name = value.strip().lower()
@@ -164,6 +174,8 @@ def _check_tiers(text: str, tiers: tuple[Tier, ...]) -> None:
 
 
 def _checked_type(name: object, argument: str) -> str:
+    if isinstance(name, Integral) and int(name) in _GGML_TYPES:  # as llama-cpp-python has it
+        return _GGML_TYPES[int(name)]
     if not isinstance(name, str) or name.lower() not in KV_TYPE_BITS:
         raise InvalidArgumentError(f"{argument}={name!r} is not a KV type: use one of {', '.join(KV_TYPE_BITS)}")
     return name.lower()

@@ -101,6 +101,8 @@ class Llama(TextModel):
 
     def set_cache(self, cache: PromptCache | None) -> None:
         """Keeps the states of answers in a cache, such as ``pykvq.prompt_cache.RamCache()``; None ends it."""
+        if cache is not None and not isinstance(cache, PromptCache):
+            raise InvalidArgumentError(f"the cache must be one of pykvq.prompt_cache, got {cache!r}")
         self._engine.cache = cache
 
     def create_chat_completion_openai_v1(self, *args: Any, **values: Any) -> Any:
@@ -235,7 +237,7 @@ class Llama(TextModel):
         """
         held = [] if reset else list(self._engine.tokens)
         request = Request(
-            prompt=self._prompt_tokens([*held, *tokens]),
+            prompt=self._prompt_tokens([*held, *self._checked_tokens(tokens)]),
             sampling=self.sampling_params(
                 top_k=top_k,
                 top_p=top_p,

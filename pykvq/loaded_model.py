@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from pykvq import native, peer_arguments
+from pykvq.arguments import require_type
 from pykvq.chat_template import ChatTemplate, Message
 from pykvq.embedding import MAX_BATCH_TEXTS
 from pykvq.errors import ChatTemplateError, ContextFullError, InvalidArgumentError, UnsupportedModelError
@@ -67,8 +68,8 @@ class LoadedModel:
         swa_full: bool | None = None,
         last_n_tokens_size: int = 64,
         chat_template: str | None = None,
-        type_k: str | None = None,
-        type_v: str | None = None,
+        type_k: str | int | None = None,
+        type_v: str | int | None = None,
         lora_path: str | os.PathLike[str] | None = None,
         lora_scale: float = 1.0,
         draft_model: Draft | None = None,
@@ -78,6 +79,15 @@ class LoadedModel:
         **unsupported: Any,
     ) -> None:
         peer_arguments.refuse("__init__", unsupported)
+        require_type("model_path", model_path, str, os.PathLike)
+        for name, size in (("n_ctx", n_ctx), ("n_batch", n_batch), ("last_n_tokens_size", last_n_tokens_size)):
+            require_type(name, size, int)
+        require_type("n_ubatch", n_ubatch, int, optional=True)
+        require_type("flash_attn", flash_attn, bool, optional=True)
+        require_type("embedding", embedding, bool)
+        require_type("chat_template", chat_template, str, optional=True)
+        require_type("lora_path", lora_path, str, os.PathLike, optional=True)
+        require_type("lora_scale", lora_scale, float)
         self._kv = parse_kv_config(kv_quant, type_k=type_k, type_v=type_v, n_sink=n_sink)
         if embedding and self._kv.is_tiered:  # nothing grows old in a cache that each text empties
             self._kv = kv_presets()["f16"]
@@ -176,7 +186,7 @@ class LoadedModel:
             prev_tokens: the tokens before them; a leading space is kept if there are any.
             special: write special tokens out instead of leaving them away.
         """
-        ids = list(tokens)
+        ids = self._checked_tokens(tokens)
         data = b"".join(self._model.token_bytes(token, special=special) for token in ids)
         starts_text = not prev_tokens and ids[:1] == [self.token_bos()]
         # SentencePiece models put a space before the first word of a text
@@ -324,6 +334,7 @@ class LoadedModel:
 
     def set_seed(self, seed: int) -> None:
         """Sets where the seeds of calls that name none come from; -1 draws it."""
+        require_type("seed", seed, int)
         self._seeds = random.Random(None if seed in (-1, RANDOM_SEED) else seed)
 
     def close(self) -> None:
@@ -377,6 +388,7 @@ class LoadedModel:
 
 
 def _utf8(text: str | bytes) -> bytes:
+    require_type("the text", text, str, bytes)
     if isinstance(text, bytes):
         return text
     try:
@@ -403,6 +415,8 @@ def _check_flash_attention(kv: KVConfig, flash_attn: bool | None) -> None:
 
 
 def _check_draft(model: Model, draft: Draft | None) -> None:
+    if draft is not None and not callable(draft):
+        raise InvalidArgumentError(f"draft_model must be callable, such as PromptLookup(), got {draft!r}")
     if draft is not None and (model.info.is_recurrent or model.info.is_hybrid or model.info.n_swa):
         raise UnsupportedModelError(
             "draft_model needs a model that can take back tokens, which recurrent and sliding-window ones cannot: "

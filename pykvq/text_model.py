@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
 
-import numpy as np
-
 from pykvq import peer_arguments
+from pykvq.arguments import require_type
 from pykvq.chat_template import Message, check_messages
 from pykvq.errors import InvalidArgumentError
 from pykvq.loaded_model import RANDOM_SEED, LoadedModel
@@ -199,6 +198,8 @@ class TextModel(LoadedModel):
         peer_arguments.refuse("create_chat_completion", unsupported)
         if top_logprobs is not None and not logprobs:
             raise InvalidArgumentError(f"top_logprobs={top_logprobs} needs logprobs=True")
+        require_type("functions", functions, Iterable, optional=True)
+        require_type("chat_template_kwargs", chat_template_kwargs, Mapping, optional=True)
         if functions:
             tools = [{"type": "function", "function": function} for function in functions]
             tool_choice = function_call
@@ -356,8 +357,7 @@ def _checked_logprobs(name: str, value: int | None) -> int | None:
 
 
 def _checked_int(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidArgumentError(f"{name} must be a whole number, got {value!r}")
+    require_type(name, value, int)
     return int(value)
 
 

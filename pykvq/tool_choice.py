@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pykvq.arguments import require_type
 from pykvq.errors import InvalidArgumentError
 from pykvq.tool_calls import ToolFormat
 
@@ -58,6 +59,7 @@ def tool_use(tools: Sequence[Tool] | None, tool_choice: ToolChoice, parallel: bo
     Raises:
         InvalidArgumentError: a tool or the choice has another form, or names a function that is not there.
     """
+    require_type("tools", tools, Iterable, optional=True)
     checked = tuple(_checked_tool(i, tool) for i, tool in enumerate(tools or ()))
     if isinstance(tool_choice, Mapping):
         function = tool_choice.get("function")

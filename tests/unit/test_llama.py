@@ -499,3 +499,50 @@ def test_embeddings(lib, model_path):
 def test_text_models_make_no_embeddings(llm):
     with pytest.raises(InvalidArgumentError, match="load it with embedding=True"):
         llm.embed("x")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"n_ctx": "8"}, "n_ctx must be a whole number, got '8'"),
+        ({"n_batch": 1.5}, "n_batch must be a whole number"),
+        ({"flash_attn": "yes"}, "flash_attn must be True or False"),
+        ({"n_sink": "a"}, "n_sink must be a whole number"),
+        ({"lora_path": 5}, "lora_path must be text or a path"),
+        ({"lora_scale": "x"}, "lora_scale must be a number"),
+        ({"chat_template": 5}, "chat_template must be text"),
+        ({"draft_model": 5}, "draft_model must be callable"),
+        ({"type_k": 99}, "type_k=99 is not a KV type"),
+        ({"seed": "x"}, "seed must be a whole number"),
+    ],
+)
+def test_load_arguments_of_a_wrong_type_are_refused(lib, model_path, values, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        Llama(model_path, **values)
+    with pytest.raises(InvalidArgumentError, match="model_path must be text or a path"):
+        Llama(5)
+
+
+def test_methods_refuse_arguments_of_a_wrong_type(llm):
+    calls = [
+        lambda: llm.tokenize(5),
+        lambda: llm.detokenize(5),
+        lambda: llm.detokenize(["a"]),
+        lambda: llm.eval(None),
+        lambda: list(llm.generate(5)),
+        lambda: llm.sample(top_k="x"),
+        lambda: llm.set_seed("x"),
+        lambda: llm.set_cache(5),
+        lambda: llm.create_chat_completion(5),
+        lambda: llm.create_chat_completion(USER, tools=5),
+        lambda: llm.create_chat_completion(USER, functions=5),
+        lambda: llm.create_chat_completion(USER, chat_template_kwargs=5),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgumentError):
+            call()
+
+
+def test_kv_types_may_be_the_peers_numbers(lib, model_path):
+    with Llama(model_path, type_k=8, type_v=np.int64(1)) as llm:
+        assert llm.kv_info()["tiers_spec"] == "q8_0/f16"
