@@ -184,8 +184,10 @@ void kvq_tiers::compute_move(const move & move) const {
         add(layer, layer.v, layer.head_dim_v);
     }
 
+    // Plan the memory anew: the allocator keeps a plan whose node sizes fit, also that of another move, whose nodes are
+    // used in another order.
     ggml_backend_sched_reset(sched.get());
-    if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
+    if (!ggml_backend_sched_reserve(sched.get(), gf) || !ggml_backend_sched_alloc_graph(sched.get(), gf)) {
         throw std::runtime_error("no memory for the graph that moves tokens");
     }
     // row numbers in the tensors with all streams joined
