@@ -5,8 +5,15 @@
 #include "ggml-backend.h"
 #include "llama-cpp.h"
 
+#include "hash/hash.h"
+
 #include <algorithm>
 #include <climits>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+namespace fs = std::filesystem;
 
 namespace {
 
@@ -174,8 +181,10 @@ std::string describe_layout(const context_plan & plan) {
     return text + pykvq_format(", %u sinks", plan.tiers.n_sink);
 }
 
-llama_context * init_context(const pykvq_model * model, const context_plan & plan) {
-    const kvq_tier_scope scope(plan.tiers.tiers.empty() ? nullptr : &plan.tiers);
+llama_context * init_context(const pykvq_model * model, const context_plan & plan,
+                             std::shared_ptr<const kvq_transform> transform = nullptr) {
+    const kvq_tier_scope tiers(plan.tiers.tiers.empty() ? nullptr : &plan.tiers);
+    const kvq_transform_scope transforms(std::move(transform));
     llama_context * ctx = llama_init_from_model(model->model, plan.params);
     if (!ctx) {
         const std::string reason = pykvq_logged_errors();
@@ -184,6 +193,25 @@ llama_context * init_context(const pykvq_model * model, const context_plan & pla
                     reason.c_str());
     }
     return ctx;
+}
+
+std::shared_ptr<const kvq_transform> load_transform(const pykvq_model * model, const pykvq_context_params & params) {
+    if (!params.calibration) {
+        return nullptr;
+    }
+    try {
+        return kvq_transform::load(params.calibration, model->model, params.offload_kqv);
+    } catch (const std::runtime_error & error) {
+        pykvq_throw(PYKVQ_STATUS_FORMAT, "cannot use the calibration '%s': %s; make a new one with pykvq-calibrate",
+                    params.calibration, error.what());
+    }
+}
+
+// Tells calibrations apart: a cache filled under one is noise under another.
+std::string calibration_id(const char * path) {
+    std::ifstream file(fs::u8path(path), std::ios::binary);
+    const std::string bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    return hash_sha256_hex(bytes.data(), bytes.size()).substr(0, 16);
 }
 
 bool on_abort_query(void * user_data) {
@@ -285,26 +313,38 @@ pykvq_context_params pykvq_context_default_params(void) {
     return params;
 }
 
+std::unique_ptr<pykvq_context> pykvq_context_make(pykvq_model * model, const pykvq_context_params & params,
+                                                  ggml_backend_sched_eval_callback on_node, void * user_data) {
+    pykvq_require(model, "model");
+    if (model->vocab_only || model->metadata_only) {
+        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "the model was loaded with %s: it has no weights to run",
+                    model->vocab_only ? "vocab_only" : "metadata_only");
+    }
+    const auto transform = load_transform(model, params);
+    context_plan plan    = make_plan(model, params);
+    if (!params.force) {
+        require_memory(model, plan.params, plan.tiers);
+    }
+    plan.params.cb_eval           = on_node;
+    plan.params.cb_eval_user_data = user_data;
+
+    auto result    = std::make_unique<pykvq_context>();
+    result->model  = model;
+    result->layout = describe_layout(plan);
+    if (transform) {
+        result->layout += ", calibration " + calibration_id(params.calibration);
+        result->calibration_bytes = (int64_t) transform->n_bytes();
+    }
+    result->ctx = init_context(model, plan, transform);
+    llama_set_abort_callback(result->ctx, on_abort_query, result.get());
+    return result;
+}
+
 pykvq_status pykvq_context_create(pykvq_model * model, const pykvq_context_params * params, pykvq_context ** context) {
     return pykvq_guard([&] {
-        pykvq_require(model, "model");
         pykvq_require(params, "params");
         pykvq_require(context, "context");
-        if (model->vocab_only || model->metadata_only) {
-            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "the model was loaded with %s: it has no weights to run",
-                        model->vocab_only ? "vocab_only" : "metadata_only");
-        }
-        const context_plan plan = make_plan(model, *params);
-        if (!params->force) {
-            require_memory(model, plan.params, plan.tiers);
-        }
-
-        auto result    = std::make_unique<pykvq_context>();
-        result->model  = model;
-        result->layout = describe_layout(plan);
-        result->ctx    = init_context(model, plan);
-        llama_set_abort_callback(result->ctx, on_abort_query, result.get());
-        *context = result.release();
+        *context = pykvq_context_make(model, *params).release();
     });
 }
 
@@ -372,20 +412,21 @@ void pykvq_context_get_info(const pykvq_context * context, pykvq_context_info * 
     const kvq_context_memory memory = kvq_context_get_memory(ctx);
     const llama_memory_t kv         = llama_get_memory(ctx);
 
-    *info                 = {};
-    info->n_ctx           = (int32_t) llama_n_ctx(ctx);
-    info->n_ctx_seq       = (int32_t) llama_n_ctx_seq(ctx);
-    info->n_batch         = (int32_t) llama_n_batch(ctx);
-    info->n_ubatch        = (int32_t) llama_n_ubatch(ctx);
-    info->n_seq_max       = (int32_t) llama_n_seq_max(ctx);
-    info->n_threads       = llama_n_threads(context->ctx);
-    info->n_threads_batch = llama_n_threads_batch(context->ctx);
-    info->kv_bytes        = memory.kv_bytes;
-    info->kv_bytes_f16    = memory.kv_bytes_f16;
-    info->kv_elements     = memory.kv_elements;
-    info->compute_bytes   = memory.compute_bytes;
-    info->flash_attn      = memory.flash_attn;
-    info->can_shift       = kv && llama_memory_can_shift(kv);
+    *info                   = {};
+    info->n_ctx             = (int32_t) llama_n_ctx(ctx);
+    info->n_ctx_seq         = (int32_t) llama_n_ctx_seq(ctx);
+    info->n_batch           = (int32_t) llama_n_batch(ctx);
+    info->n_ubatch          = (int32_t) llama_n_ubatch(ctx);
+    info->n_seq_max         = (int32_t) llama_n_seq_max(ctx);
+    info->n_threads         = llama_n_threads(context->ctx);
+    info->n_threads_batch   = llama_n_threads_batch(context->ctx);
+    info->kv_bytes          = memory.kv_bytes;
+    info->kv_bytes_f16      = memory.kv_bytes_f16;
+    info->kv_elements       = memory.kv_elements;
+    info->compute_bytes     = memory.compute_bytes;
+    info->flash_attn        = memory.flash_attn;
+    info->can_shift         = kv && llama_memory_can_shift(kv);
+    info->calibration_bytes = context->calibration_bytes;
 }
 
 int32_t pykvq_context_tier_count(const pykvq_context * context) {

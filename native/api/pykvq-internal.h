@@ -62,6 +62,7 @@ struct pykvq_context {
     pykvq_model * model = nullptr;
     llama_context * ctx = nullptr;
     std::string layout;                // the KV types and tiers, in words
+    int64_t calibration_bytes = 0;     // of the transforms in memory
     std::vector<int8_t> last_outputs;  // want_logits of the last batch
     std::vector<int32_t> n_seq_id;     // the shapes that llama_batch asks for
     std::vector<int32_t> seq_id;
@@ -74,6 +75,11 @@ struct pykvq_context {
 
     ~pykvq_context() { llama_free(ctx); }
 };
+
+// A context whose graph nodes are shown to on_node, if that is not NULL.
+std::unique_ptr<pykvq_context> pykvq_context_make(pykvq_model * model, const pykvq_context_params & params,
+                                                  ggml_backend_sched_eval_callback on_node = nullptr,
+                                                  void * user_data                         = nullptr);
 
 struct pykvq_sampler {
     llama_sampler * chain = nullptr;

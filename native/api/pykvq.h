@@ -185,13 +185,14 @@ typedef struct pykvq_context_params {
     const char * type_v;
     int32_t n_tiers;  // 0, or 2 to 4
     const pykvq_kv_tier * tiers;
-    int32_t n_sink;         // with tiers: first tokens of a sequence, which never leave the first tier
-    int32_t flash_attn;     // 1 on, 0 off, -1 automatic
-    int32_t pooling_type;   // -1 from the model, 0 none, 1 mean, 2 cls, 3 last, 4 rank
-    float rope_freq_base;   // 0 = from the model
-    float rope_freq_scale;  // 0 = from the model
-    int32_t rope_scaling;   // -1 from the model, 0 none, 1 linear, 2 yarn, 3 longrope
-    float yarn_ext_factor;  // -1 = from the model
+    int32_t n_sink;            // with tiers: first tokens of a sequence, which never leave the first tier
+    const char * calibration;  // the calibration file of this model, NULL = none; for quantized caches and tiers
+    int32_t flash_attn;        // 1 on, 0 off, -1 automatic
+    int32_t pooling_type;      // -1 from the model, 0 none, 1 mean, 2 cls, 3 last, 4 rank
+    float rope_freq_base;      // 0 = from the model
+    float rope_freq_scale;     // 0 = from the model
+    int32_t rope_scaling;      // -1 from the model, 0 none, 1 linear, 2 yarn, 3 longrope
+    float yarn_ext_factor;     // -1 = from the model
     float yarn_attn_factor;
     float yarn_beta_fast;
     float yarn_beta_slow;
@@ -227,7 +228,8 @@ typedef struct pykvq_context_info {
     int64_t kv_elements;    // elements of K and V together
     int64_t compute_bytes;  // scratch for the graphs
     bool flash_attn;
-    bool can_shift;  // positions can be moved (context shift)
+    bool can_shift;             // positions can be moved (context shift)
+    int64_t calibration_bytes;  // memory of the transforms of a calibration, 0 without
 } pykvq_context_info;
 
 PYKVQ_API pykvq_context_params pykvq_context_default_params(void);
@@ -306,6 +308,35 @@ PYKVQ_API pykvq_status pykvq_state_size(pykvq_context * context, int32_t seq_id,
 PYKVQ_API pykvq_status pykvq_state_save(pykvq_context * context, int32_t seq_id, uint8_t * data, size_t n_bytes,
                                         size_t * n_written);
 PYKVQ_API pykvq_status pykvq_state_load(pykvq_context * context, int32_t seq_id, const uint8_t * data, size_t n_bytes);
+
+// --- calibration ---
+
+typedef struct pykvq_moments pykvq_moments;
+
+// Sums over the tokens of one layer, in the order [n_head, dim, dim] or [n_head, dim]: products of post-rotation queries (of
+// all query heads that read a KV head), keys and values with themselves, and keys and values. Owned by the pykvq_moments.
+typedef struct pykvq_layer_moments {
+    int32_t layer;
+    int32_t n_head;  // KV heads
+    int32_t dim_k;
+    int32_t dim_v;
+    int64_t n_query;  // queries a KV head
+    int64_t n_key;
+    const double * qq;
+    const double * kk;
+    const double * vv;
+    const double * k;
+    const double * v;
+} pykvq_layer_moments;
+
+// Computes tokens in texts of params->n_ctx tokens each and collects what attention sees. The KV types of params are those
+// of the pass. Progress runs from 0 to 1; when it returns false the call ends with PYKVQ_STATUS_ABORTED.
+PYKVQ_API pykvq_status pykvq_moments_collect(pykvq_model * model, const pykvq_context_params * params,
+                                             const int32_t * tokens, int32_t n_tokens, pykvq_progress_fn progress,
+                                             void * progress_data, pykvq_moments ** moments);
+PYKVQ_API int32_t pykvq_moments_layer_count(const pykvq_moments * moments);
+PYKVQ_API pykvq_status pykvq_moments_get_layer(const pykvq_moments * moments, int32_t i, pykvq_layer_moments * layer);
+PYKVQ_API void pykvq_moments_free(pykvq_moments * moments);
 
 // --- sampling ---
 

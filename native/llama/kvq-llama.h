@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kvq-tiers.h"
+#include "kvq-transform.h"
 #include "llama.h"
 
 #include <cstdint>

@@ -269,10 +269,15 @@ void kvq_tiers::build_shift(const llama_kv_cache & cache, const llama_cparams & 
         ggml_tensor * rows   = ggml_reshape_3d(ctx, k, padded, layer.n_head, n_rows);
         ggml_tensor * cur    = ggml_cast(ctx, rows, GGML_TYPE_F32);
         cur                  = fit_heads(ctx, cur, layer.head_dim_k, layer.head_dim_k);
-        // keys are stored rotated, also in tiers that are not quantized
-        cur = rot ? llama_mul_mat_hadamard(ctx, cur, rot) : cur;
+        // keys are stored rotated or transformed, also in tiers that are not quantized
+        const kvq_transform * transform = cache.transform.get();
+        cur                             = transform ? transform->restore_keys(ctx, cache, il, cur) :
+                                          rot       ? llama_mul_mat_hadamard(ctx, cur, rot) :
+                                                      cur;
         cur = cache.build_rope_shift(cparams, ctx, cur, amount, nullptr, factors, freq_base, freq_scale, il);
-        cur = rot ? llama_mul_mat_hadamard(ctx, cur, rot) : cur;
+        cur = transform ? transform->store_keys(ctx, cache, il, cur) :
+              rot       ? llama_mul_mat_hadamard(ctx, cur, rot) :
+                          cur;
         cur = fit_heads(ctx, cur, layer.head_dim_k, padded);
         ggml_build_forward_expand(gf, ggml_cpy(ctx, cur, rows));
     }
