@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "AbortedError",
     "BusyError",
+    "CalibrationError",
     "ChatFileError",
     "ChatTemplateError",
     "ClosedError",
@@ -73,6 +74,10 @@ class DeadlineError(PykvqError, TimeoutError):
 
 class StateError(PykvqError, ValueError):
     """A saved state or chat is damaged, cut short, or belongs to another model or KV type."""
+
+
+class CalibrationError(PykvqError, ValueError):
+    """A calibration is missing, damaged, of another format or of another model, or cannot be made or stored."""
 
 
 class InternalError(PykvqError, RuntimeError):

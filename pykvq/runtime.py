@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvq import native
-from pykvq.errors import ClosedError, InvalidArgumentError, ModelFileError
+from pykvq.errors import CalibrationError, ClosedError, InvalidArgumentError, ModelFileError
 from pykvq.handles import (
     Closeable,
     FieldValue,
@@ -88,6 +88,7 @@ class ContextInfo:
     compute_bytes: int
     flash_attn: bool
     can_shift: bool
+    calibration_bytes: int
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,7 @@ class Context(Closeable):
         params: fields of ``pykvq_context_params`` by name; None leaves the library's default.
 
     Raises:
+        CalibrationError: the calibration file does not fit the model.
         InvalidArgumentError, OutOfMemoryError, UnsupportedModelError.
     """
 
@@ -240,7 +242,8 @@ class Context(Closeable):
         out = ffi.new("pykvq_context **")
         model_pointer = model.retain()
         try:
-            native.check(lib.pykvq_context_create(model_pointer, native_params, out))
+            status = lib.pykvq_context_create(model_pointer, native_params, out)
+            native.check(status, format_error=CalibrationError)
         except BaseException:
             model.release()
             raise

@@ -329,11 +329,13 @@ typedef struct pykvq_layer_moments {
     const double * v;
 } pykvq_layer_moments;
 
-// Computes tokens in texts of params->n_ctx tokens each and collects what attention sees. The KV types of params are those
-// of the pass. Progress runs from 0 to 1; when it returns false the call ends with PYKVQ_STATUS_ABORTED.
+// Computes texts of n_text tokens each, text i from position i * pos_step on, and collects what attention sees of all but the
+// first n_skip tokens of each. A model that does not rotate positions starts at 0 each time. n_ctx and batch sizes of params
+// are ignored. Progress runs from 0 to 1; when it returns false the call ends with PYKVQ_STATUS_ABORTED.
 PYKVQ_API pykvq_status pykvq_moments_collect(pykvq_model * model, const pykvq_context_params * params,
-                                             const int32_t * tokens, int32_t n_tokens, pykvq_progress_fn progress,
-                                             void * progress_data, pykvq_moments ** moments);
+                                             const int32_t * tokens, int32_t n_tokens, int32_t n_text, int32_t pos_step,
+                                             int32_t n_skip, pykvq_progress_fn progress, void * progress_data,
+                                             pykvq_moments ** moments);
 PYKVQ_API int32_t pykvq_moments_layer_count(const pykvq_moments * moments);
 PYKVQ_API pykvq_status pykvq_moments_get_layer(const pykvq_moments * moments, int32_t i, pykvq_layer_moments * layer);
 PYKVQ_API void pykvq_moments_free(pykvq_moments * moments);

@@ -83,9 +83,12 @@ bool kvq_moments::on_node(ggml_tensor * node, bool ask, void * user_data) {
 void kvq_moments::add(int32_t il, char what, int64_t n_head, const ggml_tensor * node) {
     const int64_t dim  = node->ne[0];
     const int64_t rows = node->ne[1] / n_head;
-    const int64_t n    = node->ne[2];
-    values.resize((size_t) ggml_nelements(node));
-    ggml_backend_tensor_get(node, values.data(), 0, ggml_nbytes(node));
+    const int64_t n    = node->ne[2] - n_skip;
+    if (n <= 0) {
+        return;
+    }
+    values.resize((size_t) (n * node->ne[1] * dim));
+    ggml_backend_tensor_get(node, values.data(), (size_t) n_skip * node->nb[2], values.size() * sizeof(float));
 
     kvq_layer_moments & layer = layers[il];
     layer.n_head              = n_head;

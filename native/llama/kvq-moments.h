@@ -32,6 +32,9 @@ public:
         ~scope();
     };
 
+    // The first n_skip tokens of each micro-batch do not count.
+    explicit kvq_moments(int64_t n_skip) : n_skip(n_skip) {}
+
     // Called where a graph enters attention, with q [dim, n_head, n_tokens], k and v [dim, n_head_kv, n_tokens] or NULL.
     static void observe(ggml_context * ctx, int32_t il, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v);
 
@@ -43,6 +46,7 @@ public:
 private:
     void add(int32_t il, char what, int64_t n_head, const ggml_tensor * node);
 
+    int64_t n_skip;
     std::map<int32_t, kvq_layer_moments> layers;
     std::vector<float> values;
 };

@@ -1,0 +1,136 @@
+"""Calibration: the bases in which a model's keys and values are stored, made from the model itself in one pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from pykvq.calibration import file
+from pykvq.calibration.file import CalibrationInfo, model_hash
+from pykvq.calibration.moments import TEXT_TOKENS, LayerMoments, collect_moments
+from pykvq.calibration.text import default_text_pieces
+from pykvq.calibration.transforms import BLOCK, layer_transform
+from pykvq.calibration.weights import output_grams
+from pykvq.errors import CalibrationError, InvalidArgumentError
+from pykvq.runtime import Model
+
+__all__ = ["DEFAULT_POSITIONS", "DEFAULT_TOKENS", "CalibrationInfo", "calibrate", "find", "model_hash"]
+
+DEFAULT_TOKENS = 1024
+# contexts of up to this many tokens share one calibration
+DEFAULT_POSITIONS = 8192
+# of the time that a calibration takes, the part before the linear algebra
+_PASS_SHARE = 0.7
+
+
+def find(model_path: str | os.PathLike[str]) -> CalibrationInfo | None:
+    """A model's calibration, beside it or in the cache folder, None if there is none.
+
+    Raises:
+        CalibrationError: there is one, and it is damaged, of another format or of another model.
+    """
+    hash_ = model_hash(model_path)
+    path = next((path for path in file.candidates(model_path, hash_) if path.exists()), None)
+    return None if path is None else file.read_info(path, hash_)
+
+
+def calibrate(
+    model_path: str | os.PathLike[str],
+    *,
+    text: str | None = None,
+    n_tokens: int = DEFAULT_TOKENS,
+    n_positions: int = DEFAULT_POSITIONS,
+    output: str | os.PathLike[str] | None = None,
+    spectral_keys: bool | None = None,
+    n_threads: int | None = None,
+    progress: Callable[[float], bool | None] | None = None,
+    model: Model | None = None,
+) -> CalibrationInfo:
+    """Makes and stores the calibration of a model.
+
+    Args:
+        model_path: the GGUF file.
+        text: what to compute; None for help texts that Python carries.
+        n_tokens: tokens of it, in texts of 256.
+        n_positions: tokens of the longest context it is for.
+        output: where to write; None for beside the model, or the cache folder if that is not writable.
+        spectral_keys: give the most important key coordinates more bits; None does so where the head dim allows it.
+        n_threads: None for the physical cores.
+        progress: called with 0 to 1; returning False stops.
+        model: the model, if it is loaded already.
+
+    Raises:
+        InvalidArgumentError: the text is too short. CalibrationError: it cannot be stored, or the model gives no finite
+        moments. ModelFileError, AbortedError.
+    """
+    report = progress or (lambda _done: True)
+    owned = None if model is not None else Model(model_path)
+    try:
+        used = model or owned
+        assert used is not None
+        tokens = _calibration_tokens(used, text, n_tokens)
+        moments = collect_moments(
+            used,
+            tokens,
+            n_positions=n_positions,
+            n_threads=n_threads,
+            progress=lambda done: report(done * _PASS_SHARE),
+        )
+    finally:
+        if owned is not None:
+            owned.close()
+    if spectral_keys is None:
+        spectral_keys = all(layer.k.shape[-1] % BLOCK == 0 for layer in moments)
+    _check_finite(moments, model_path)
+    grams = output_grams(model_path, moments)
+    layers = []
+    for i, layer in enumerate(moments):
+        layers.append(layer_transform(layer, grams.get(layer.layer), spectral=spectral_keys))
+        report(_PASS_SHARE + (1 - _PASS_SHARE) * (i + 1) / len(moments))
+    from pykvq import __version__
+
+    hash_ = model_hash(model_path)
+    header = {
+        "model_hash": hash_,
+        "model_name": Path(model_path).name,
+        "spectral_keys": spectral_keys,
+        "n_tokens": len(tokens),
+        "n_positions": n_positions,
+        "text": "Python's help topics" if text is None else "a text of the user",
+        "version": __version__,
+    }
+    paths = file.candidates(model_path, hash_) if output is None else [Path(output)]
+    return file.read_info(file.write(paths, layers, header), hash_)
+
+
+def _calibration_tokens(model: Model, text: str | None, n_tokens: int) -> list[int]:
+    """Pieces of TEXT_TOKENS tokens each, spread over the text."""
+    n_pieces = n_tokens // TEXT_TOKENS
+    if n_pieces == 0:
+        raise InvalidArgumentError(f"a calibration needs {TEXT_TOKENS} tokens at least, got n_tokens={n_tokens}")
+    if text is None:
+        pieces = [_tokenize(model, piece) for piece in default_text_pieces(n_pieces)]
+    else:
+        ids = _tokenize(model, text)
+        if len(ids) < TEXT_TOKENS:
+            raise InvalidArgumentError(f"the text has {len(ids)} tokens: a calibration needs {TEXT_TOKENS} at least")
+        n_pieces = min(n_pieces, len(ids) // TEXT_TOKENS)
+        step = (len(ids) - TEXT_TOKENS) // max(1, n_pieces - 1)
+        pieces = [ids[i * step :] for i in range(n_pieces)]
+    return [token for piece in pieces for token in piece[:TEXT_TOKENS]]
+
+
+def _tokenize(model: Model, text: str) -> list[int]:
+    return model.tokenize(text.encode("utf-8", "replace"), add_special=True, parse_special=False)
+
+
+def _check_finite(moments: list[LayerMoments], model_path: str | os.PathLike[str]) -> None:
+    import numpy as np
+
+    for layer in moments:
+        if not all(np.isfinite(part).all() for part in (layer.qq, layer.kk, layer.vv)):
+            raise CalibrationError(
+                f"layer {layer.layer} of '{os.fspath(model_path)}' computes values that are not finite: the model is "
+                "damaged, or needs a larger floating-point type than F16"
+            )

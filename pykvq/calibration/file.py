@@ -1,0 +1,153 @@
+"""Calibration files: where they are, which model each belongs to, reading and writing."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from pykvq.calibration.transforms import LayerTransform
+from pykvq.catalog import cache_dir
+from pykvq.errors import CalibrationError
+
+SUFFIX = ".kvq.gguf"
+FORMAT = 1
+# what is hashed of a model file: its start, where the metadata is, its size, and windows spread over the weights
+_HASH_HEAD = 1 << 20
+_HASH_WINDOW = 1 << 16
+_HASH_WINDOWS = 64
+# what reading a damaged GGUF may raise
+_READ_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, UnicodeDecodeError, OverflowError)
+
+
+@dataclass(frozen=True)
+class CalibrationInfo:
+    """What a calibration file says of itself."""
+
+    path: Path
+    model_hash: str
+    model_name: str
+    spectral_keys: bool
+    n_tokens: int
+    n_positions: int
+    text: str
+    version: str
+
+
+def model_hash(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a model file's size, its first MiB and 64 windows of 64 KiB spread over the rest.
+
+    It tells models and quantizations apart without reading gigabytes at each load.
+    """
+    size = os.path.getsize(path)
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with open(path, "rb") as file:
+        digest.update(file.read(_HASH_HEAD))
+        for i in range(_HASH_WINDOWS):
+            file.seek(max(0, size - _HASH_WINDOW) * (i + 1) // _HASH_WINDOWS)
+            digest.update(file.read(_HASH_WINDOW))
+    return digest.hexdigest()
+
+
+def candidates(model_path: str | os.PathLike[str], hash_: str) -> list[Path]:
+    """Where a model's calibration may be: beside it, and in the user's cache folder."""
+    beside = Path(os.fspath(model_path).removesuffix(".gguf") + SUFFIX)
+    return [beside, cache_dir() / "calibrations" / (hash_[:32] + SUFFIX)]
+
+
+def read_info(path: Path, expected_hash: str | None = None) -> CalibrationInfo:
+    """Reads and checks a file's header.
+
+    Raises:
+        CalibrationError: it is missing, damaged, of another format or (with ``expected_hash``) of another model.
+    """
+    if not path.is_file():
+        raise CalibrationError(f"calibration not found: '{path}'; make one with pykvq-calibrate MODEL")
+    try:
+        fields = gguf.GGUFReader(path).fields
+        values: dict[str, Any] = {name: field.contents() for name, field in fields.items()}
+        format_ = int(values["kvq.format"])
+        if format_ != FORMAT:
+            raise CalibrationError(
+                f"the calibration '{path}' has format {format_} and this version reads format {FORMAT}: "
+                "make a new one with pykvq-calibrate MODEL"
+            )
+        info = CalibrationInfo(
+            path=path,
+            model_hash=str(values["kvq.model_hash"]),
+            model_name=str(values["kvq.model_name"]),
+            spectral_keys=bool(values["kvq.spectral_keys"]),
+            n_tokens=int(values["kvq.n_tokens"]),
+            n_positions=int(values["kvq.n_positions"]),
+            text=str(values["kvq.text"]),
+            version=str(values["kvq.version"]),
+        )
+    except _READ_ERRORS as error:
+        raise CalibrationError(
+            f"the calibration '{path}' is damaged ({type(error).__name__}: {error}): "
+            "make a new one with pykvq-calibrate MODEL"
+        ) from error
+    if expected_hash is not None and info.model_hash != expected_hash:
+        raise CalibrationError(
+            f"the calibration '{path}' is of another model ({info.model_name}): make one with pykvq-calibrate MODEL"
+        )
+    return info
+
+
+def write(paths: Sequence[Path], layers: Sequence[LayerTransform], header: Mapping[str, str | int | bool]) -> Path:
+    """Writes a calibration to the first of ``paths`` whose folder takes it, all at once, and returns where.
+
+    Raises:
+        CalibrationError: none of them is writable.
+    """
+    reasons = []
+    for path in paths:
+        try:
+            with _replacing(path) as temporary:
+                _write(temporary, layers, header)
+            return path
+        except OSError as error:
+            reasons.append(f"{path}: {error.strerror or error}")
+    raise CalibrationError(f"cannot write the calibration ({'; '.join(reasons)}): give a path with --output")
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary path that replaces ``path`` when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
+    os.close(handle)
+    try:
+        yield Path(name)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _write(path: Path, layers: Sequence[LayerTransform], header: Mapping[str, str | int | bool]) -> None:
+    writer = gguf.GGUFWriter(path, "kvq")
+    writer.add_uint32("kvq.format", FORMAT)
+    for name, value in header.items():
+        if isinstance(value, bool):
+            writer.add_bool(f"kvq.{name}", value)
+        elif isinstance(value, int):
+            writer.add_uint32(f"kvq.{name}", value)
+        else:
+            writer.add_string(f"kvq.{name}", value)
+    for layer in layers:
+        for name in ("k", "q", "v", "out", "k_mean", "v_mean"):
+            writer.add_tensor(f"blk.{layer.layer}.{name}", np.asarray(getattr(layer, name), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,106 @@
+"""Second moments of what attention sees, collected in one pass over a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvq import native
+from pykvq.errors import InvalidArgumentError
+from pykvq.handles import ProgressGuard, context_params, int32_pointer
+from pykvq.kv_config import DEFAULT_SINKS, parse_kv_config
+from pykvq.runtime import Model
+
+Array = npt.NDArray[np.float64]
+# tokens of a text: it is computed at once, and has a start that says little about the rest
+TEXT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """Means over tokens, for each KV head of a layer; queries are those of all heads that read the KV head.
+
+    qq, kk: mean of q qᵀ and k kᵀ after position rotation, [n_head, dim_k, dim_k]. vv: [n_head, dim_v, dim_v].
+    k, v: means, [n_head, dim].
+    """
+
+    layer: int
+    qq: Array
+    kk: Array
+    vv: Array
+    k: Array
+    v: Array
+
+
+def collect_moments(
+    model: Model,
+    tokens: Sequence[int],
+    *,
+    n_positions: int,
+    n_threads: int | None = None,
+    progress: Callable[[float], bool | None] | None = None,
+) -> list[LayerMoments]:
+    """Computes ``tokens`` in short texts, at positions spread over ``n_positions``, and returns the moments by layer.
+
+    Keys at the end of a long context are turned by larger angles than those at its start; the basis must fit both.
+
+    Raises:
+        InvalidArgumentError: too few tokens. AbortedError: ``progress`` returned False.
+    """
+    n_texts = len(tokens) // TEXT_TOKENS
+    if n_texts == 0:
+        raise InvalidArgumentError(f"the text has {len(tokens)} tokens: a calibration needs {TEXT_TOKENS} at least")
+    ids = np.asarray(tokens[: n_texts * TEXT_TOKENS], dtype=np.int32)
+    step = max(0, n_positions - TEXT_TOKENS) // max(1, n_texts - 1)
+
+    ffi, lib = native.load()
+    values = {"n_threads": n_threads, "n_threads_batch": n_threads, "kv_unified": True}
+    params, keep_alive = context_params(parse_kv_config("f16"), values)
+    guard = ProgressGuard(progress or (lambda _done: True))
+    guard_handle = ffi.new_handle(guard)
+    out = ffi.new("pykvq_moments **")
+    with model.use() as pointer:
+        status = lib.pykvq_moments_collect(
+            pointer,
+            params,
+            int32_pointer(ids),
+            len(ids),
+            TEXT_TOKENS,
+            step,
+            DEFAULT_SINKS,
+            lib.pykvq_py_progress,
+            guard_handle,
+            out,
+        )
+    del keep_alive
+    if guard.error is not None:
+        raise guard.error
+    native.check(status)
+    try:
+        return [_read_layer(out[0], i) for i in range(lib.pykvq_moments_layer_count(out[0]))]
+    finally:
+        lib.pykvq_moments_free(out[0])
+
+
+def _read_layer(moments: object, i: int) -> LayerMoments:
+    ffi, lib = native.load()
+    layer = ffi.new("pykvq_layer_moments *")
+    native.check(lib.pykvq_moments_get_layer(moments, i, layer))
+
+    def read(pointer: object, *shape: int) -> Array:
+        n = int(np.prod(shape))
+        values: Array = np.frombuffer(ffi.buffer(pointer, 8 * n), dtype=np.float64).reshape(shape).copy()
+        return values
+
+    h, dim_k, dim_v = layer.n_head, layer.dim_k, layer.dim_v
+    return LayerMoments(
+        layer=layer.layer,
+        qq=read(layer.qq, h, dim_k, dim_k) / layer.n_query,
+        kk=read(layer.kk, h, dim_k, dim_k) / layer.n_key,
+        vv=read(layer.vv, h, dim_v, dim_v) / layer.n_key,
+        k=read(layer.k, h, dim_k) / layer.n_key,
+        v=read(layer.v, h, dim_v) / layer.n_key,
+    )

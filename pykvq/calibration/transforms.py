@@ -1,0 +1,152 @@
+"""The bases in which keys and values are stored, from second moments. Everything here is float64.
+
+Keys become A (k - mean) and queries A⁻ᵀ q. Noise of one size in every stored coordinate then costs a score
+tr(A⁻ᵀ Σq A⁻¹), and its size follows tr(A Σk Aᵀ); AᵀA = Σk⁻¹ # Σq, the geometric mean of two positive-definite matrices
+(Pusz and Woronowicz 1975), minimises the product. For values the Gram matrix of the output projection stands in for Σq.
+An orthogonal matrix behind it does not change that, and is used to spread or to sort what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pykvq.calibration.moments import Array, LayerMoments
+
+# coordinates of a block of the spectral key types, by class: most important first (docs/formats.md)
+CLASS_SIZES = (8, 24, 32)
+BLOCK = 64
+# share of the mean eigenvalue that is added to every eigenvalue, and how much of the way to go from a plain rotation
+KEY_SHRINKAGE = 1e-3
+VALUE_SHRINKAGE = 0.1
+VALUE_POWER = 0.5
+# eigenvalues below this part of the largest are numerical noise
+_FLOOR = 1e-9
+
+
+@dataclass(frozen=True)
+class LayerTransform:
+    """Matrices [n_head, dim, dim] and means [n_head, dim] of a layer, as ``native/llama/kvq-transform.h`` names them."""
+
+    layer: int
+    k: Array
+    q: Array
+    v: Array
+    out: Array
+    k_mean: Array
+    v_mean: Array
+
+
+def orthogonal(n: int) -> Array:
+    """An orthogonal matrix of order n that mixes all coordinates: Hadamard's (Sylvester) times a cosine transform.
+
+    n = 2^a m: the Kronecker product of the Hadamard matrix of order 2^a and the DCT-II matrix of order m; entries of both
+    are of about equal size.
+    """
+    power = n & -n
+    m = n // power
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < power:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    rows, columns = np.indices((m, m))
+    cosine = np.cos(np.pi * rows * (2 * columns + 1) / (2 * m)) * np.sqrt(2 / m)
+    cosine[0] = np.sqrt(1 / m)
+    return np.kron(hadamard / np.sqrt(power), cosine)
+
+
+def layer_transform(moments: LayerMoments, output_gram: Array | None, *, spectral: bool) -> LayerTransform:
+    """The transform of a layer.
+
+    Args:
+        output_gram: [n_head, dim_v, dim_v], mean of Woᵀ Wo over the query heads of a KV head; None for the identity.
+        spectral: deal the key coordinates to the classes of the spectral types, else mix all.
+    """
+    dim_v = moments.vv.shape[-1]
+    keys = [_key_basis(kk, qq, mean, spectral=spectral) for kk, qq, mean in zip(moments.kk, moments.qq, moments.k, strict=True)]
+    grams = np.eye(dim_v)[None].repeat(len(moments.vv), 0) if output_gram is None else output_gram
+    values = [_value_basis(vv, gram, mean) for vv, gram, mean in zip(moments.vv, grams, moments.v, strict=True)]
+    k, v = np.stack(keys), np.stack(values)
+    return LayerTransform(
+        layer=moments.layer,
+        k=k,
+        q=np.linalg.inv(k).transpose(0, 2, 1),
+        v=v,
+        out=np.linalg.inv(v),
+        k_mean=moments.k,
+        v_mean=moments.v,
+    )
+
+
+def _key_basis(kk: Array, qq: Array, mean: Array, *, spectral: bool) -> Array:
+    keys = shrunk(kk - np.outer(mean, mean), KEY_SHRINKAGE)
+    queries = shrunk(qq, KEY_SHRINKAGE)
+    balanced = power(geometric_mean(keys, queries), 0.5)
+    n = len(keys)
+    if spectral:
+        spread = balanced @ keys @ balanced.T
+        eigenvalues, vectors = np.linalg.eigh(spread)
+        order = np.argsort(eigenvalues)[::-1]
+        sorted_basis = vectors[:, order].T @ balanced
+        # unit variance in every class: the types know how their codebooks relate, not how the classes of a head do
+        basis = class_mixer(n) @ (sorted_basis / class_deviation(eigenvalues[order])[:, None])
+        return deal(basis)
+    basis = orthogonal(n) @ balanced
+    return basis / np.sqrt(np.trace(basis @ keys @ basis.T) / n)
+
+
+def _value_basis(vv: Array, gram: Array, mean: Array) -> Array:
+    values = shrunk(vv - np.outer(mean, mean), VALUE_SHRINKAGE)
+    balanced = power(geometric_mean(values, shrunk(gram, VALUE_SHRINKAGE)), 0.5 * VALUE_POWER)
+    basis = orthogonal(len(values)) @ balanced
+    return basis / np.sqrt(np.trace(basis @ values @ basis.T) / len(values))
+
+
+def class_slices(n: int) -> list[slice]:
+    """Where the classes of a head of n sorted coordinates are."""
+    edges = np.cumsum([0, *(size * n // BLOCK for size in CLASS_SIZES)])
+    return [slice(int(start), int(stop)) for start, stop in zip(edges, edges[1:], strict=False)]
+
+
+def class_deviation(variances: Array) -> Array:
+    """The root mean square of each coordinate's class."""
+    result = np.empty_like(variances)
+    for part in class_slices(len(variances)):
+        result[part] = np.sqrt(variances[part].mean())
+    return result
+
+
+def class_mixer(n: int) -> Array:
+    """Orthogonal, and mixes inside the classes only."""
+    result = np.zeros((n, n))
+    for part in class_slices(n):
+        result[part, part] = orthogonal(part.stop - part.start)
+    return result
+
+
+def deal(basis: Array) -> Array:
+    """Rows in class order to blocks of 64 rows with the same share of every class."""
+    n_blocks = len(basis) // BLOCK
+    rows = [np.arange(part.start, part.stop).reshape(n_blocks, -1) for part in class_slices(len(basis))]
+    return basis[np.concatenate(rows, axis=1).ravel()]
+
+
+def shrunk(matrix: Array, share: float) -> Array:
+    """A symmetric matrix whose small eigenvalues are lifted by a share of the mean one: few tokens make them too small."""
+    symmetric = (matrix + matrix.T) / 2
+    mean = max(float(np.trace(symmetric)) / len(symmetric), np.finfo(np.float64).tiny)
+    return symmetric + share * mean * np.eye(len(symmetric))
+
+
+def power(matrix: Array, exponent: float) -> Array:
+    """A power of a symmetric positive-definite matrix."""
+    eigenvalues, vectors = np.linalg.eigh(matrix)
+    floored = np.maximum(eigenvalues, eigenvalues[-1] * _FLOOR)
+    result: Array = (vectors * floored**exponent) @ vectors.T
+    return result
+
+
+def geometric_mean(keys: Array, queries: Array) -> Array:
+    """keys⁻¹ # queries."""
+    root, inverse = power(keys, 0.5), power(keys, -0.5)
+    return inverse @ power(root @ queries @ root, 0.5) @ inverse

@@ -1,0 +1,45 @@
+"""What a calibration needs of a model's weights: how an error of a value reaches the residual stream."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from pykvq.calibration.moments import Array, LayerMoments
+
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+def output_grams(model_path: str | os.PathLike[str], layers: list[LayerMoments]) -> dict[int, Array]:
+    """Mean of Woᵀ Wo over the query heads of each KV head, [n_head, dim_v, dim_v], by layer.
+
+    Layers whose output projection is missing, merged with another or of a type that cannot be decoded are left out.
+    """
+    by_name = {f"blk.{layer.layer}.attn_output.weight": layer for layer in layers}
+    result: dict[int, Array] = {}
+    for path in _shards(Path(model_path)):
+        for tensor in gguf.GGUFReader(path).tensors:
+            layer = by_name.get(tensor.name)
+            if layer is None:
+                continue
+            n_head, dim_v = layer.v.shape
+            try:
+                weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError:
+                continue
+            heads = np.asarray(weight, dtype=np.float32).reshape(len(weight), n_head, -1, dim_v)
+            rows = heads.transpose(1, 0, 2, 3).reshape(n_head, -1, dim_v)
+            result[layer.layer] = (rows.transpose(0, 2, 1) @ rows).astype(np.float64) / heads.shape[2]
+    return result
+
+
+def _shards(path: Path) -> list[Path]:
+    match = _SHARD.search(path.name)
+    if match is None:
+        return [path]
+    stem = path.name[: match.start()]
+    return [path.with_name(f"{stem}-{i:05}-of-{match[2]}.gguf") for i in range(1, int(match[2]) + 1)]
