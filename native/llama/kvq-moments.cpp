@@ -69,7 +69,8 @@ void kvq_moments::observe(ggml_context * ctx, int32_t il, ggml_tensor *& q, ggml
 
 bool kvq_moments::on_node(ggml_tensor * node, bool ask, void * user_data) {
     constexpr size_t n = sizeof(PREFIX) - 1;
-    if (std::strncmp(node->name, PREFIX, n) != 0) {
+    // a view's name begins as that of its source
+    if (node->op != GGML_OP_CONT || std::strncmp(node->name, PREFIX, n) != 0) {
         return !ask;
     }
     int32_t il    = 0;
