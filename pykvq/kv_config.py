@@ -21,6 +21,8 @@ KV_TYPE_BITS = {
     "iq4_nl": 4.5,
     "q4_ve": 4.25,
     "q2_t": 2.25,
+    "q4_ves": 4.5,
+    "q2_ts": 2.5,
 }
 # numbers of ggml's types
 _GGML_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl", 30: "bf16"}

@@ -8,8 +8,9 @@ namespace {
 
 // The types a KV cache may have: what ggml can write a row of and read back.
 const ggml_type KV_TYPES[] = {
-    GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16,   GGML_TYPE_Q8_0,  GGML_TYPE_Q5_1, GGML_TYPE_Q5_0,
-    GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL, GGML_TYPE_Q4_VE, GGML_TYPE_Q2_T,
+    GGML_TYPE_F32,  GGML_TYPE_F16,    GGML_TYPE_BF16,  GGML_TYPE_Q8_0,   GGML_TYPE_Q5_1,
+    GGML_TYPE_Q5_0, GGML_TYPE_Q4_1,   GGML_TYPE_Q4_0,  GGML_TYPE_IQ4_NL, GGML_TYPE_Q4_VE,
+    GGML_TYPE_Q2_T, GGML_TYPE_Q4_VES, GGML_TYPE_Q2_TS,
 };
 constexpr int32_t N_KV_TYPES = sizeof(KV_TYPES) / sizeof(KV_TYPES[0]);
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kvq-cpu.h"
+#include "kvq-quants.h"
 
 #define KVQ_TYPE_TRAITS_CPU \
     [GGML_TYPE_Q4_VE] = { \
@@ -14,6 +15,18 @@
     [GGML_TYPE_Q2_T] = { \
         .from_float   = kvq_quantize_row_q2_t, \
         .vec_dot      = kvq_vec_dot_q2_t_q8_0, \
+        .vec_dot_type = GGML_TYPE_Q8_0, \
+        .nrows        = 1, \
+    }, \
+    [GGML_TYPE_Q4_VES] = { \
+        .from_float   = (ggml_from_float_t) kvq_quantize_row_q4_ves_ref, \
+        .vec_dot      = kvq_vec_dot_q4_ves_q8_0, \
+        .vec_dot_type = GGML_TYPE_Q8_0, \
+        .nrows        = 1, \
+    }, \
+    [GGML_TYPE_Q2_TS] = { \
+        .from_float   = (ggml_from_float_t) kvq_quantize_row_q2_ts_ref, \
+        .vec_dot      = kvq_vec_dot_q2_ts_q8_0, \
         .vec_dot_type = GGML_TYPE_Q8_0, \
         .nrows        = 1, \
     },

@@ -21,4 +21,20 @@
         .is_quantized   = true, \
         .to_float       = (ggml_to_float_t) kvq_dequantize_row_q2_t, \
         .from_float_ref = (ggml_from_float_t) kvq_quantize_row_q2_t_ref, \
+    }, \
+    [GGML_TYPE_Q4_VES] = { \
+        .type_name      = "q4_ves", \
+        .blck_size      = KVQ_BLOCK, \
+        .type_size      = sizeof(block_q4_ves), \
+        .is_quantized   = true, \
+        .to_float       = (ggml_to_float_t) kvq_dequantize_row_q4_ves, \
+        .from_float_ref = (ggml_from_float_t) kvq_quantize_row_q4_ves_ref, \
+    }, \
+    [GGML_TYPE_Q2_TS] = { \
+        .type_name      = "q2_ts", \
+        .blck_size      = KVQ_BLOCK, \
+        .type_size      = sizeof(block_q2_ts), \
+        .is_quantized   = true, \
+        .to_float       = (ggml_to_float_t) kvq_dequantize_row_q2_ts, \
+        .from_float_ref = (ggml_from_float_t) kvq_quantize_row_q2_ts_ref, \
     },

@@ -14,11 +14,13 @@ import numpy as np
 
 from pykvq.calibration.moments import Array, LayerMoments
 
-# coordinates of a block of the spectral key types, by class: most important first (docs/formats.md)
-CLASS_SIZES = (8, 24, 32)
+# of each block of 64 stored values, the spectral key types give the first 8 more bits, and expect them to have this part of
+# the standard deviation of the others (docs/formats.md)
+CLASS_SIZES = (8, 56)
+CLASS_DEVIATIONS = (0.55, 1.0)
 BLOCK = 64
 # share of the mean eigenvalue that is added to every eigenvalue, and how much of the way to go from a plain rotation
-KEY_SHRINKAGE = 1e-3
+KEY_SHRINKAGE = 0.1
 VALUE_SHRINKAGE = 0.1
 VALUE_POWER = 0.5
 # eigenvalues below this part of the largest are numerical noise
@@ -109,10 +111,10 @@ def class_slices(n: int) -> list[slice]:
 
 
 def class_deviation(variances: Array) -> Array:
-    """The root mean square of each coordinate's class."""
+    """What each sorted coordinate is divided by, so that its class gets the deviation that the types expect."""
     result = np.empty_like(variances)
-    for part in class_slices(len(variances)):
-        result[part] = np.sqrt(variances[part].mean())
+    for part, wanted in zip(class_slices(len(variances)), CLASS_DEVIATIONS, strict=True):
+        result[part] = np.sqrt(variances[part].mean()) / wanted
     return result
 
 

@@ -27,6 +27,9 @@ struct type_limits {
 static const type_limits TYPES[] = {
     { GGML_TYPE_Q4_VE, 34, 4.25, 0.0076, 0.0056, 0.0112 },
     { GGML_TYPE_Q2_T, 18, 2.25, 0.1175, 0.0680, 0.1900 },
+    // these expect the first 8 values of a block to be smaller than the others
+    { GGML_TYPE_Q4_VES, 36, 4.50, 0.0400, 0.0400, 0.0400 },
+    { GGML_TYPE_Q2_TS, 20, 2.50, 0.2000, 0.2000, 0.2000 },
 };
 
 static std::vector<uint8_t> encode(ggml_type type, const std::vector<float> & x) {
@@ -55,6 +58,8 @@ static void test_sizes() {
         CHECK(ggml_is_quantized(t.type), "%s", name);
     }
     CHECK(std::string(ggml_type_name(GGML_TYPE_Q4_VE)) == "q4_ve", "%s", ggml_type_name(GGML_TYPE_Q4_VE));
+    CHECK(std::string(ggml_type_name(GGML_TYPE_Q4_VES)) == "q4_ves", "%s", ggml_type_name(GGML_TYPE_Q4_VES));
+    CHECK(std::string(ggml_type_name(GGML_TYPE_Q2_TS)) == "q2_ts", "%s", ggml_type_name(GGML_TYPE_Q2_TS));
     CHECK(std::string(ggml_type_name(GGML_TYPE_Q2_T)) == "q2_t", "%s", ggml_type_name(GGML_TYPE_Q2_T));
 }
 

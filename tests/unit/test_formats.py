@@ -21,18 +21,44 @@ def codes_q2_t(qs: np.ndarray) -> np.ndarray:
     return np.concatenate([(qs >> shift) & 3 for shift in (0, 2, 4, 6)], axis=1)
 
 
-FORMATS = {
-    "q4_ve": (34, codes_q4_ve, CODEBOOK_Q4_VE),
-    "q2_t": (18, codes_q2_t, CODEBOOK_Q2_T),
+def levels_of(codebook: np.ndarray, codes: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+    """A block without its scale -> what the scale is multiplied with."""
+    return lambda block: codebook[codes(block)]
+
+
+def extra_bits(qh: np.ndarray) -> np.ndarray:
+    """qh [blocks, 2] -> two bits for each of the first 8 values, [blocks, 8]."""
+    return np.stack([(qh[:, i // 4] >> 2 * (i % 4)) & 3 for i in range(8)], axis=1)
+
+
+def levels_q4_ves(block: np.ndarray) -> np.ndarray:
+    codes = codes_q4_ve(block[:, 2:]).astype(np.int32)
+    levels = CODEBOOK_Q4_VE[codes]
+    levels[:, :8] = 3 * (codes[:, :8] + 16 * extra_bits(block[:, :2])) - 94
+    return levels
+
+
+def levels_q2_ts(block: np.ndarray) -> np.ndarray:
+    codes = codes_q2_t(block[:, 2:])
+    levels = CODEBOOK_Q2_T[codes]
+    levels[:, :8] = CODEBOOK_Q4_VE[codes[:, :8] + 4 * extra_bits(block[:, :2])]
+    return levels
+
+
+FORMATS: dict[str, tuple[int, Callable[[np.ndarray], np.ndarray]]] = {
+    "q4_ve": (34, levels_of(CODEBOOK_Q4_VE, codes_q4_ve)),
+    "q2_t": (18, levels_of(CODEBOOK_Q2_T, codes_q2_t)),
+    "q4_ves": (36, levels_q4_ves),
+    "q2_ts": (20, levels_q2_ts),
 }
 
 
 def decode_from_prose(name: str, data: bytes) -> np.ndarray:
     """Bytes of whole blocks -> float32 values, as docs/formats.md says."""
-    block_bytes, codes, codebook = FORMATS[name]
+    block_bytes, levels = FORMATS[name]
     blocks = np.frombuffer(data, np.uint8).reshape(-1, block_bytes)
     d = blocks[:, :2].copy().view("<f2").astype(np.float32)
-    return (d * codebook[codes(blocks[:, 2:])]).ravel()
+    return (d * levels(blocks[:, 2:])).ravel()
 
 
 def encode_in_c(name: str, x: np.ndarray) -> bytes:
