@@ -14,7 +14,7 @@ SIMD_avx2    := -DGGML_NATIVE=OFF
 SIMD_generic := -DGGML_NATIVE=OFF $(foreach set,SSE42 AVX AVX2 BMI2 F16C FMA,-DGGML_$(set)=OFF)
 SIMD_aarch64 := -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux.cmake) -DGGML_NATIVE=OFF
 
-.PHONY: run test test-all test-native test-sanitize test-simd sanitized lint format check-patches clean
+.PHONY: run test test-all test-native test-sanitize test-simd fidelity sanitized lint format check-patches clean
 
 run: $(INSTALLED)
 	@$(BIN)/pykvq-run $(ARGS)
@@ -24,6 +24,11 @@ test: $(INSTALLED) test-native
 
 test-all: $(INSTALLED) $(TOOLS) test-native test-simd
 	$(BIN)/python -m pytest
+
+# What KV formats cost on the demo model (docs/fidelity.md); ARGS='--text FILE' for another text.
+fidelity: $(INSTALLED)
+	@$(BIN)/pykvq-fidelity "$$($(BIN)/python -c 'from pykvq import catalog; print(catalog.fetch(catalog.default_model()))')" \
+	    --float-weights --chunks 2 $(ARGS)
 
 # The KV types' own tests, under AddressSanitizer and UndefinedBehaviorSanitizer.
 test-native: sanitized

@@ -16,8 +16,10 @@ from pykvq.kv_config import KVConfig, Tier, kv_presets
 
 if TYPE_CHECKING:
     from pykvq.async_llama import AsyncLlama
+    from pykvq.calibration import calibrate
     from pykvq.llama import Llama
     from pykvq.predict import predict_kv, predict_memory
+    from pykvq.quality import fidelity
 
 __all__ = [
     "AsyncLlama",
@@ -25,6 +27,8 @@ __all__ = [
     "Llama",
     "Tier",
     "__version__",
+    "calibrate",
+    "fidelity",
     "kv_presets",
     "predict_kv",
     "predict_memory",
@@ -41,6 +45,8 @@ except metadata.PackageNotFoundError:  # a source tree that is not installed
 _LAZY = {
     "AsyncLlama": "pykvq.async_llama",
     "Llama": "pykvq.llama",
+    "calibrate": "pykvq.calibration",
+    "fidelity": "pykvq.quality",
     "predict_kv": "pykvq.predict",
     "predict_memory": "pykvq.predict",
 }

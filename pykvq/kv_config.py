@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 
 from pykvq.arguments import require_type
@@ -26,6 +26,9 @@ KV_TYPE_BITS = {
 }
 # numbers of ggml's types
 _GGML_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl", 30: "bf16"}
+# types that a calibration serves, and what holds keys in their place when it sorts them
+_OWN_TYPES = ("q4_ve", "q2_t", "q4_ves", "q2_ts")
+_SPECTRAL_KEYS = {"q4_ve": "q4_ves", "q2_t": "q2_ts"}
 _FLOAT_TYPES = ("f32", "f16", "bf16")
 _WINDOW_TYPES = ("f16", "bf16")
 _MAX_TIERS = 4
@@ -85,6 +88,21 @@ class KVConfig:
     def needs_flash_attention(self) -> bool:
         """Whether only flash attention can read the cache: V is quantized, or there are tiers."""
         return self.is_tiered or self.tiers[0].type_v not in _FLOAT_TYPES
+
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether a calibration makes a difference: a tier is of a type of our own."""
+        return any({tier.type_k, tier.type_v} & set(_OWN_TYPES) for tier in self.tiers)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a tier is of a type that is for sorted keys only."""
+        return any(name in _SPECTRAL_KEYS.values() for tier in self.tiers for name in (tier.type_k, tier.type_v))
+
+    def with_spectral_keys(self) -> KVConfig:
+        """The same with the spectral types for K."""
+        tiers = (replace(tier, type_k=_SPECTRAL_KEYS.get(tier.type_k, tier.type_k)) for tier in self.tiers)
+        return replace(self, tiers=tuple(tiers))
 
     def micro_batch(self, n_ctx: int) -> int:
         """Tokens to compute at once: fewer in short contexts with tiers, since they take room in the first tier."""

@@ -29,7 +29,9 @@ class Llama(TextModel):
     Args:
         model_path: the GGUF file.
         kv_quant: the KV cache format: a preset (see ``pykvq.kv_presets()``), tiers TYPE[/VTYPE][:TOKENS]+... such as
-            "f16:128+q8_0:2048+q4_ve", youngest tokens first, or a KVConfig.
+            "f16:128+q8_0:2048+q4_ve", youngest tokens first, or a KVConfig. "auto" takes what is predicted to cost
+            least and fits ``kv_memory``.
+        kv_memory: with "auto": bytes, text such as "2GiB", or a fraction below 1 of the memory that is free now.
         n_sink: with tiers: first tokens of a sequence that keep the first tier's type.
         n_gpu_layers: layers kept on the GPU, -1 for all.
         main_gpu: the GPU to use.
@@ -52,13 +54,17 @@ class Llama(TextModel):
         lora_path, lora_scale: a LoRA adapter (GGUF) and its factor.
         draft_model: guesses the next tokens, such as ``pykvq.speculative.PromptLookup()``; the answers stay
             the same, up to how sums round.
+        calibrate: the calibration for q4_ve and q2_t: "auto" takes the model's, and makes one if there is none; "never"
+            goes without; else the path of one. None is what PYKVQ_CALIBRATE says, or "auto".
         verbose: print the native log to stderr (process-wide).
         progress: called with 0 to 1 during the load; returning False stops it.
         force: load even what does not seem to fit into memory.
+        calibration_progress: the same for the calibration.
 
     Raises:
         ModelFileError: the file is missing, unreadable, damaged or not a GGUF file.
         InvalidArgumentError: a value is out of range, or an unknown ``kv_quant`` (the valid ones are listed).
+        CalibrationError: the calibration is missing, damaged, or of another model.
         OutOfMemoryError: too little memory is free; the message names the largest setting that fits.
         UnsupportedModelError, AbortedError, LibraryError.
 

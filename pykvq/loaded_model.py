@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import random
@@ -11,15 +12,21 @@ from typing import Any, TypeVar
 
 from pykvq import native, peer_arguments
 from pykvq.arguments import require_type
+from pykvq.calibration import CalibrationInfo
+from pykvq.calibration.automatic import calibration_for
 from pykvq.chat_template import ChatTemplate, Message
 from pykvq.embedding import MAX_BATCH_TEXTS
 from pykvq.errors import ChatTemplateError, ContextFullError, InvalidArgumentError, UnsupportedModelError
 from pykvq.handles import FieldValue, ProgressCallback
+from pykvq.kv_auto import AutomaticChoice, choose_format, parse_memory
 from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KV_TYPE_BITS, KVConfig, kv_presets, parse_kv_config
 from pykvq.predict import require_memory
 from pykvq.runtime import Context, Model
 from pykvq.speculative import Draft
 
+logger = logging.getLogger("pykvq")
+
+AUTOMATIC = "auto"
 # llama.cpp's value for "draw a seed"; -1 means the same
 RANDOM_SEED = 0xFFFFFFFF
 # limits of pykvq_context_create
@@ -40,6 +47,7 @@ class LoadedModel:
         model_path: str | os.PathLike[str],
         *,
         kv_quant: str | KVConfig = DEFAULT_PRESET,
+        kv_memory: str | float | None = None,
         n_sink: int = DEFAULT_SINKS,
         n_gpu_layers: int = 0,
         main_gpu: int = 0,
@@ -73,8 +81,10 @@ class LoadedModel:
         lora_path: str | os.PathLike[str] | None = None,
         lora_scale: float = 1.0,
         draft_model: Draft | None = None,
+        calibrate: str | os.PathLike[str] | None = None,
         verbose: bool = False,
         progress: ProgressCallback | None = None,
+        calibration_progress: ProgressCallback | None = None,
         force: bool = False,
         **unsupported: Any,
     ) -> None:
@@ -88,7 +98,13 @@ class LoadedModel:
         require_type("chat_template", chat_template, str, optional=True)
         require_type("lora_path", lora_path, str, os.PathLike, optional=True)
         require_type("lora_scale", lora_scale, float)
-        self._kv = parse_kv_config(kv_quant, type_k=type_k, type_v=type_v, n_sink=n_sink)
+        self._choice: AutomaticChoice | None = None
+        is_automatic = kv_quant == AUTOMATIC and type_k is None and type_v is None
+        if is_automatic != (kv_memory is not None):
+            raise InvalidArgumentError(f"kv_quant={AUTOMATIC!r} and kv_memory belong together: give both or neither")
+        budget = parse_memory(kv_memory) if is_automatic else 0
+        preset = DEFAULT_PRESET if is_automatic else kv_quant
+        self._kv = parse_kv_config(preset, type_k=type_k, type_v=type_v, n_sink=n_sink)
         if embedding and self._kv.is_tiered:  # nothing grows old in a cache that each text empties
             self._kv = kv_presets()["f16"]
         _check_sizes(n_ctx, n_batch, n_batch if n_ubatch is None else n_ubatch)
@@ -102,6 +118,7 @@ class LoadedModel:
         self._draft = draft_model
         self._pooling_type = pooling_type
         self._loaded_context: Context | None = None
+        self._calibration: CalibrationInfo | None = None
         self.set_seed(seed)
         native.set_verbose(verbose)
         model_params: dict[str, FieldValue] = {
@@ -133,12 +150,21 @@ class LoadedModel:
         if vocab_only:
             return
         n_ctx = n_ctx or self._model.info.n_ctx_train
-        if embedding:
-            n_ubatch = n_batch  # tokens are pooled within a micro-batch
-        elif n_ubatch is None:
-            n_ubatch = self._kv.micro_batch(n_ctx)
         try:
             _check_draft(self._model, draft_model)
+            self._calibration = calibration_for(
+                self._model, model_path, self._kv, calibrate, n_ctx, n_threads, calibration_progress
+            )
+            if self._calibration is not None and self._calibration.spectral_keys:
+                self._kv = self._kv.with_spectral_keys()
+            if is_automatic:
+                self._choice = choose_format(self._model, self._calibration, n_ctx, budget, n_sink=n_sink)
+                self._kv = self._choice.kv
+                logger.info("kv_quant=%s: %s", AUTOMATIC, self._choice)
+            if embedding:
+                n_ubatch = n_batch  # tokens are pooled within a micro-batch
+            elif n_ubatch is None:
+                n_ubatch = self._kv.micro_batch(n_ctx)
             self._loaded_context = Context(
                 self._model,
                 self._kv,
@@ -150,6 +176,7 @@ class LoadedModel:
                 n_threads=n_threads,
                 n_threads_batch=n_threads if n_threads_batch is None else n_threads_batch,
                 force=force,
+                calibration=None if self._calibration is None else os.fspath(self._calibration.path),
                 **context_params,
             )
             if lora_path is not None:
@@ -293,6 +320,9 @@ class LoadedModel:
             n_ctx, n_tokens: room, and tokens held.
             tiers: a dict each, youngest first: type_k, type_v, n_capacity and n_used in tokens, n_bytes,
                 bits_per_element, n_requantized (tokens that came down into it so far).
+            automatic: with kv_quant="auto": what was chosen, and the KLD predicted for it.
+            calibration: None, or a dict: path, text, n_tokens, n_positions (the longest context it is for),
+                spectral_keys, n_bytes (of the transforms in memory).
             flash_attn, attention_route: how attention is computed.
             compute_bytes: scratch memory of the computation.
         """
@@ -325,6 +355,8 @@ class LoadedModel:
             "n_ctx": self.n_ctx(),
             "n_tokens": n_tokens,
             "tiers": tiers,
+            "automatic": None if self._choice is None else str(self._choice),
+            "calibration": _calibration_dict(self._calibration, info.calibration_bytes),
             "flash_attn": info.flash_attn,
             "attention_route": _attention_route(len(tiers), info.flash_attn),
             "compute_bytes": info.compute_bytes,
@@ -422,6 +454,19 @@ def _check_draft(model: Model, draft: Draft | None) -> None:
             "draft_model needs a model that can take back tokens, which recurrent and sliding-window ones cannot: "
             "leave it out"
         )
+
+
+def _calibration_dict(calibration: CalibrationInfo | None, n_bytes: int) -> dict[str, Any] | None:
+    if calibration is None:
+        return None
+    return {
+        "path": os.fspath(calibration.path),
+        "text": calibration.text,
+        "n_tokens": calibration.n_tokens,
+        "n_positions": calibration.n_positions,
+        "spectral_keys": calibration.spectral_keys,
+        "n_bytes": n_bytes,
+    }
 
 
 def _attention_route(n_tiers: int, flash_attn: bool) -> str:

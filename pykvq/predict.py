@@ -59,6 +59,17 @@ class MemoryNeed:
         return self.device_weights_bytes + self.device_kv_bytes + self.device_compute_bytes
 
 
+def kv_bytes(model: Model, kv: KVConfig, n_ctx: int, **params: FieldValue) -> tuple[int, int]:
+    """Bytes of a KV cache, and of the same cache in F16. Recurrent state is not counted."""
+    ffi, lib = native.load()
+    sizes = ffi.new("int64_t[2]")
+    values, keep_alive = context_params(kv, _sized(kv, n_ctx, params))
+    with model.use() as pointer:
+        native.check(lib.pykvq_predict_kv(pointer, values, sizes, sizes + 1))
+    del keep_alive
+    return int(sizes[0]), int(sizes[1])
+
+
 class Predictor:
     """A model of which only the metadata is loaded, to ask what contexts of it would take. A context manager.
 
@@ -75,6 +86,8 @@ class Predictor:
         self._uses_mmap = model_params.get("use_mmap") is not False
         self._model = Model(model_path, progress=None, metadata_only=True, **model_params)
         self.n_ctx_train = self._model.info.n_ctx_train
+        # with a calibration; see pykvq.calibration.calibrate
+        self.sorts_keys = self._model.info.head_dim_k % 64 == 0
         # the vocabulary is loaded now, and nothing else of the model
         self._process_bytes = int(psutil.Process().memory_info().rss)
         self._mapped: int | None = None
@@ -87,13 +100,7 @@ class Predictor:
 
     def kv_bytes(self, kv: KVConfig, n_ctx: int, **params: FieldValue) -> tuple[int, int]:
         """Bytes of a KV cache, and of the same cache in F16. Recurrent state is not counted."""
-        ffi, lib = native.load()
-        sizes = ffi.new("int64_t[2]")
-        values, keep_alive = context_params(kv, _sized(kv, n_ctx, params))
-        with self._model.use() as model:
-            native.check(lib.pykvq_predict_kv(model, values, sizes, sizes + 1))
-        del keep_alive
-        return int(sizes[0]), int(sizes[1])
+        return kv_bytes(self._model, kv, n_ctx, **params)
 
     def memory(self, kv: KVConfig, n_ctx: int, **params: FieldValue) -> MemoryNeed:
         """Bytes of everything: weights, KV cache and compute buffers. ``params`` are fields of the context's."""
@@ -175,6 +182,7 @@ def predict_kv(
     n_batch: int = 512,
     n_ubatch: int | None = None,
     n_sink: int = DEFAULT_SINKS,
+    calibrated: bool = True,
 ) -> dict[str, Any]:
     """The size of a KV cache, from the model file's metadata alone; no weights are read.
 
@@ -182,6 +190,7 @@ def predict_kv(
         model_path: the GGUF file.
         n_ctx: tokens, 0 for the model's training context.
         kv_quant, n_batch, n_ubatch, n_sink: as for ``Llama``.
+        calibrated: with a calibration, with which keys of q4_ve and q2_t take a quarter of a bit more.
 
     Returns:
         kv_quant, n_ctx, kv_bytes, kv_bytes_f16 (the same cache in F16) and their quotient ratio. Recurrent state of
@@ -193,6 +202,8 @@ def predict_kv(
     """
     kv = parse_kv_config(kv_quant, n_sink=n_sink)
     with Predictor(model_path) as predictor:
+        if calibrated and predictor.sorts_keys:
+            kv = kv.with_spectral_keys()
         tokens = n_ctx or predictor.n_ctx_train
         n_bytes, n_bytes_f16 = predictor.kv_bytes(kv, tokens, n_batch=n_batch, n_ubatch=n_ubatch)
     return {

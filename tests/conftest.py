@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+# a calibration is made by the tests that are about it
+os.environ["PYKVQ_CALIBRATE"] = "never"
+
 # a shell's background job ignores SIGINT, and so would the commands under test; a handler is not inherited, ignoring is
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from pykvq.calibration import file
 from pykvq.calibration.file import CalibrationInfo, model_hash
 from pykvq.calibration.moments import TEXT_TOKENS, LayerMoments, collect_moments
@@ -18,8 +20,8 @@ from pykvq.runtime import Model
 __all__ = ["DEFAULT_POSITIONS", "DEFAULT_TOKENS", "CalibrationInfo", "calibrate", "find", "model_hash"]
 
 DEFAULT_TOKENS = 1024
-# contexts of up to this many tokens share one calibration
-DEFAULT_POSITIONS = 8192
+# tokens of the longest context that a calibration is for, if nothing else is asked
+DEFAULT_POSITIONS = 2048
 # of the time that a calibration takes, the part before the linear algebra
 _PASS_SHARE = 0.7
 
@@ -91,7 +93,7 @@ def calibrate(
     from pykvq import __version__
 
     hash_ = model_hash(model_path)
-    header = {
+    header: dict[str, str | int | bool] = {
         "model_hash": hash_,
         "model_name": Path(model_path).name,
         "spectral_keys": spectral_keys,
@@ -126,8 +128,6 @@ def _tokenize(model: Model, text: str) -> list[int]:
 
 
 def _check_finite(moments: list[LayerMoments], model_path: str | os.PathLike[str]) -> None:
-    import numpy as np
-
     for layer in moments:
         if not all(np.isfinite(part).all() for part in (layer.qq, layer.kk, layer.vv)):
             raise CalibrationError(

@@ -30,7 +30,7 @@ _READ_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, UnicodeDec
 
 @dataclass(frozen=True)
 class CalibrationInfo:
-    """What a calibration file says of itself."""
+    """What a calibration file says of itself; the sensitivities are means over layers (see ``LayerTransform``)."""
 
     path: Path
     model_hash: str
@@ -40,6 +40,8 @@ class CalibrationInfo:
     n_positions: int
     text: str
     version: str
+    k_sensitivity: float
+    v_sensitivity: float
 
 
 def model_hash(path: str | os.PathLike[str]) -> str:
@@ -89,6 +91,8 @@ def read_info(path: Path, expected_hash: str | None = None) -> CalibrationInfo:
             n_positions=int(values["kvq.n_positions"]),
             text=str(values["kvq.text"]),
             version=str(values["kvq.version"]),
+            k_sensitivity=float(np.mean(values["kvq.k_sensitivity"])),
+            v_sensitivity=float(np.mean(values["kvq.v_sensitivity"])),
         )
     except _READ_ERRORS as error:
         raise CalibrationError(
@@ -144,6 +148,8 @@ def _write(path: Path, layers: Sequence[LayerTransform], header: Mapping[str, st
             writer.add_uint32(f"kvq.{name}", value)
         else:
             writer.add_string(f"kvq.{name}", value)
+    for name in ("k_sensitivity", "v_sensitivity"):
+        writer.add_array(f"kvq.{name}", [float(getattr(layer, name)) for layer in layers])
     for layer in layers:
         for name in ("k", "q", "v", "out", "k_mean", "v_mean"):
             writer.add_tensor(f"blk.{layer.layer}.{name}", np.asarray(getattr(layer, name), dtype=np.float32))

@@ -9,13 +9,14 @@ An orthogonal matrix behind it does not change that, and is used to spread or to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from pykvq.calibration.moments import Array, LayerMoments
 
-# of each block of 64 stored values, the spectral key types give the first 8 more bits, and expect them to have this part of
-# the standard deviation of the others (docs/formats.md)
+# of each block of 64 stored values, the spectral key types give the first 8 more bits, and expect them to have this
+# part of the standard deviation of the others (docs/formats.md)
 CLASS_SIZES = (8, 56)
 CLASS_DEVIATIONS = (0.55, 1.0)
 BLOCK = 64
@@ -29,7 +30,11 @@ _FLOOR = 1e-9
 
 @dataclass(frozen=True)
 class LayerTransform:
-    """Matrices [n_head, dim, dim] and means [n_head, dim] of a layer, as ``native/llama/kvq-transform.h`` names them."""
+    """Matrices [n_head, dim, dim] and means [n_head, dim] of a layer, named as in ``native/llama/kvq-transform.h``.
+
+    k_sensitivity: variance of a score, over scores of scale 1/sqrt(dim_k), when every stored coordinate gets noise as
+    large as its own variance. v_sensitivity: the same for values, as part of what the output projection makes of them.
+    """
 
     layer: int
     k: Array
@@ -38,13 +43,15 @@ class LayerTransform:
     out: Array
     k_mean: Array
     v_mean: Array
+    k_sensitivity: float
+    v_sensitivity: float
 
 
 def orthogonal(n: int) -> Array:
     """An orthogonal matrix of order n that mixes all coordinates: Hadamard's (Sylvester) times a cosine transform.
 
-    n = 2^a m: the Kronecker product of the Hadamard matrix of order 2^a and the DCT-II matrix of order m; entries of both
-    are of about equal size.
+    n = 2^a m: the Kronecker product of the Hadamard matrix of order 2^a and the DCT-II matrix of order m; entries of
+    both are of about equal size.
     """
     power = n & -n
     m = n // power
@@ -65,18 +72,23 @@ def layer_transform(moments: LayerMoments, output_gram: Array | None, *, spectra
         spectral: deal the key coordinates to the classes of the spectral types, else mix all.
     """
     dim_v = moments.vv.shape[-1]
-    keys = [_key_basis(kk, qq, mean, spectral=spectral) for kk, qq, mean in zip(moments.kk, moments.qq, moments.k, strict=True)]
+    keys = [
+        _key_basis(kk, qq, mean, spectral=spectral)
+        for kk, qq, mean in zip(moments.kk, moments.qq, moments.k, strict=True)
+    ]
     grams = np.eye(dim_v)[None].repeat(len(moments.vv), 0) if output_gram is None else output_gram
     values = [_value_basis(vv, gram, mean) for vv, gram, mean in zip(moments.vv, grams, moments.v, strict=True)]
     k, v = np.stack(keys), np.stack(values)
     return LayerTransform(
         layer=moments.layer,
         k=k,
-        q=np.linalg.inv(k).transpose(0, 2, 1),
+        q=_inverse(k).transpose(0, 2, 1),
         v=v,
-        out=np.linalg.inv(v),
+        out=_inverse(v),
         k_mean=moments.k,
         v_mean=moments.v,
+        k_sensitivity=_sensitivity(k, _centred(moments.kk, moments.k), moments.qq) / moments.k.shape[-1],
+        v_sensitivity=_sensitivity(v, _centred(moments.vv, moments.v), grams) / _traces(grams @ moments.vv),
     )
 
 
@@ -93,21 +105,48 @@ def _key_basis(kk: Array, qq: Array, mean: Array, *, spectral: bool) -> Array:
         # unit variance in every class: the types know how their codebooks relate, not how the classes of a head do
         basis = class_mixer(n) @ (sorted_basis / class_deviation(eigenvalues[order])[:, None])
         return deal(basis)
-    basis = orthogonal(n) @ balanced
-    return basis / np.sqrt(np.trace(basis @ keys @ basis.T) / n)
+    return _normalised(orthogonal(n) @ balanced, keys)
 
 
 def _value_basis(vv: Array, gram: Array, mean: Array) -> Array:
     values = shrunk(vv - np.outer(mean, mean), VALUE_SHRINKAGE)
     balanced = power(geometric_mean(values, shrunk(gram, VALUE_SHRINKAGE)), 0.5 * VALUE_POWER)
-    basis = orthogonal(len(values)) @ balanced
-    return basis / np.sqrt(np.trace(basis @ values @ basis.T) / len(values))
+    return _normalised(orthogonal(len(values)) @ balanced, values)
+
+
+def _centred(second_moments: Array, means: Array) -> Array:
+    result: Array = second_moments - means[:, :, None] * means[:, None, :]
+    return result
+
+
+def _traces(matrices: Array) -> float:
+    """The mean over heads, kept from zero."""
+    return max(float(np.trace(matrices, axis1=1, axis2=2).mean()), float(np.finfo(np.float64).tiny))
+
+
+def _sensitivity(bases: Array, stored: Array, readers: Array) -> float:
+    """Sum over coordinates of the stored variance times what a reader makes of an error in it; the mean over heads."""
+    inverse = _inverse(bases)
+    variances = np.einsum("hij,hjk,hik->hi", bases, stored, bases)
+    weights = np.einsum("hji,hjk,hki->hi", inverse, readers, inverse)
+    return float((variances * weights).sum(-1).mean())
+
+
+def _inverse(matrices: Array) -> Array:
+    result: Array = np.asarray(np.linalg.inv(matrices), dtype=np.float64)
+    return result
+
+
+def _normalised(basis: Array, second_moment: Array) -> Array:
+    """Scaled so that stored values have a mean square of 1: far from where F16 overflows or loses precision."""
+    result: Array = basis / np.sqrt(np.trace(basis @ second_moment @ basis.T) / len(basis))
+    return result
 
 
 def class_slices(n: int) -> list[slice]:
     """Where the classes of a head of n sorted coordinates are."""
     edges = np.cumsum([0, *(size * n // BLOCK for size in CLASS_SIZES)])
-    return [slice(int(start), int(stop)) for start, stop in zip(edges, edges[1:], strict=False)]
+    return [slice(int(start), int(stop)) for start, stop in pairwise(edges)]
 
 
 def class_deviation(variances: Array) -> Array:
@@ -130,14 +169,16 @@ def deal(basis: Array) -> Array:
     """Rows in class order to blocks of 64 rows with the same share of every class."""
     n_blocks = len(basis) // BLOCK
     rows = [np.arange(part.start, part.stop).reshape(n_blocks, -1) for part in class_slices(len(basis))]
-    return basis[np.concatenate(rows, axis=1).ravel()]
+    result: Array = basis[np.concatenate(rows, axis=1).ravel()]
+    return result
 
 
 def shrunk(matrix: Array, share: float) -> Array:
-    """A symmetric matrix whose small eigenvalues are lifted by a share of the mean one: few tokens make them too small."""
+    """A symmetric matrix with a share of the mean eigenvalue added to each: few tokens make small ones too small."""
     symmetric = (matrix + matrix.T) / 2
     mean = max(float(np.trace(symmetric)) / len(symmetric), np.finfo(np.float64).tiny)
-    return symmetric + share * mean * np.eye(len(symmetric))
+    result: Array = symmetric + share * mean * np.eye(len(symmetric))
+    return result
 
 
 def power(matrix: Array, exponent: float) -> Array:
@@ -151,4 +192,5 @@ def power(matrix: Array, exponent: float) -> Array:
 def geometric_mean(keys: Array, queries: Array) -> Array:
     """keys⁻¹ # queries."""
     root, inverse = power(keys, 0.5), power(keys, -0.5)
-    return inverse @ power(root @ queries @ root, 0.5) @ inverse
+    result: Array = inverse @ power(root @ queries @ root, 0.5) @ inverse
+    return result

@@ -66,6 +66,28 @@ def progress_bar(label: str, *, is_bytes: bool = False) -> Iterator[Callable[[fl
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
+@contextlib.contextmanager
+def progress_bars(*labels: str) -> Iterator[list[Callable[[float], None]]]:
+    """Yields a function (share done) for each label, which moves its bar on stderr; a bar is shown from its first move
+    on.
+
+    The time left is shown too. Bars are only drawn on a terminal.
+    """
+    if not sys.stderr.isatty():
+        yield [lambda _done: None for _ in labels]
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+
+        def mover(task: TaskID) -> Callable[[float], None]:
+            return lambda done: progress.update(task, completed=done, visible=True)
+
+        yield [mover(progress.add_task(label, total=1, visible=False)) for label in labels]
+
+
 def interruptible(generation: Generation, abort: Callable[[], None]) -> Generator[Piece, None, None]:
     """The pieces of a generation that runs in a thread of its own, so that Ctrl-C is served inside a long computation.
 

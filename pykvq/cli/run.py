@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pykvq.cli.console import answer_summary, interruptible, note, progress_bar, rate, write
+from pykvq.cli.console import answer_summary, interruptible, note, progress_bar, progress_bars, rate, write
 from pykvq.cli.program import new_app, print_version, require, run_program
 from pykvq.errors import InvalidArgumentError
 from pykvq.kv_config import DEFAULT_PRESET, KV_TYPE_BITS, kv_presets, parse_kv_config
@@ -46,6 +46,7 @@ class Options:
     json: bool
     verbose: bool
     force: bool
+    calibrate: str | None
 
     def first_messages(self) -> list[dict[str, str]]:
         """The messages that a chat begins with."""
@@ -98,9 +99,7 @@ def _command(
     ] = False,
     no_calibrate: Annotated[
         bool,
-        typer.Option(
-            "--no-calibrate", help="Do not calibrate the KV format. This version never does; accepted for scripts."
-        ),
+        typer.Option("--no-calibrate", help="Go without a calibration: worse answers, no wait at the first start."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With -p: print one JSON object instead of text.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Load even what does not seem to fit into memory.")] = False,
@@ -111,7 +110,6 @@ def _command(
 
     The answer goes to stdout, everything else to stderr.
     """
-    del no_calibrate  # accepted, see its help
     if version:
         return print_version(PROGRAM)
     require(0 <= ctx <= MAX_CONTEXT, "--ctx", ctx, f"0 (the model's training context) or 1 to {MAX_CONTEXT} tokens")
@@ -141,6 +139,7 @@ def _command(
         json=as_json,
         verbose=verbose,
         force=force,
+        calibrate="never" if no_calibrate else None,
     )
     return _run(options)
 
@@ -170,7 +169,7 @@ def _load(options: Options) -> Llama:
     path = _fetch_demo_model() if options.model is None else _find_model(options.model)
     from pykvq.llama import Llama
 
-    with progress_bar("loading") as show:
+    with progress_bars("loading", "calibrating") as (show_load, show_calibration):
         return Llama(
             path,
             kv_quant=options.kv,
@@ -179,8 +178,10 @@ def _load(options: Options) -> Llama:
             n_gpu_layers=options.n_gpu_layers,
             seed=options.seed,
             verbose=options.verbose,
-            progress=lambda done: show(done, 1),
+            progress=show_load,
             force=options.force,
+            calibrate=options.calibrate,
+            calibration_progress=show_calibration,
         )
 
 

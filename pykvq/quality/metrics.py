@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+# raised when a figure is computed in another way, so that reports of different versions are not compared
+METRICS_VERSION = 1
+
 Logits = npt.NDArray[np.float32]
 
 
@@ -29,7 +32,7 @@ class Divergence:
     n_nonfinite: int = 0
 
     def add(self, reference: Logits, logits: Logits, next_tokens: npt.NDArray[np.int32]) -> None:
-        """Adds tokens: log probabilities of the reference, logits of the format, [n, n_vocab], and the true next tokens."""
+        """Adds tokens: log probabilities of the reference and own logits, [n, n_vocab], and the true next tokens."""
         self.n_logits += logits.size
         self.n_nonfinite += int(logits.size - np.isfinite(logits).sum())
         own = log_softmax(logits)

@@ -1,8 +1,9 @@
 """Runs a reference and candidate KV formats over the same text side by side and compares what they predict.
 
-All contexts get the same tokens in the same batches, so that a token is as old when it is read as it is in generation. The
-reference keeps its cache in F16 tiers: it takes the same path through the attention kernel as the tiered candidates, and
-what differs is the cache.
+All contexts get the same tokens in the same batches, so that a token is as old when it is read as it is in generation.
+The
+reference keeps its cache in F16 tiers: it takes the same path through the attention kernel as the tiered candidates,
+and what differs is the cache.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvq.errors import InvalidArgumentError
-from pykvq.fidelity.metrics import Divergence, Logits, log_softmax
 from pykvq.kv_config import KVConfig, parse_kv_config
+from pykvq.quality.metrics import Divergence, Logits, log_softmax
 from pykvq.runtime import Context, Model
 
 REFERENCE = "f16:128+f16"
@@ -114,7 +115,7 @@ def compare(
 
 
 def _wanted(start: int, stop: int, n_ctx: int) -> list[bool]:
-    """Which predictions of a batch are compared: not the first part's, and not the last token's, whose truth is unknown."""
+    """Which predictions of a batch are compared: not the first part's, and not the last one, whose truth is unknown."""
     return [n_ctx // SKIPPED_SHARE <= pos < n_ctx - 1 for pos in range(start, stop)]
 
 

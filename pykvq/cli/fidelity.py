@@ -1,0 +1,149 @@
+"""``pykvq-fidelity``: what KV formats cost on a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pykvq.cli.console import note, progress_bars, write
+from pykvq.cli.program import new_app, run_program
+from pykvq.cli.text_file import read_text
+from pykvq.errors import InvalidArgumentError
+from pykvq.kv_config import parse_kv_config
+
+PROGRAM = "pykvq-fidelity"
+_DEFAULT_KV = "f16,q8_0,q4_0,ultra4,ultra2"
+# where the likeliest token changes as often as this, a format is not called faithful, however it compares with others
+_LOW_SAME_TOP = 0.97
+
+
+def _fidelity(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file.")],
+    kv: Annotated[str, typer.Option("--kv", metavar="A,B,...", help="Presets or tiers to compare.")] = _DEFAULT_KV,
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="FILE", help="Text to predict. [default: Python's help topics]")
+    ] = None,
+    ctx: Annotated[int, typer.Option("--ctx", metavar="N", help="Tokens of a chunk.")] = 2048,
+    chunks: Annotated[int, typer.Option("--chunks", metavar="N", help="Chunks, spread over the text.")] = 4,
+    float_weights: Annotated[
+        bool,
+        typer.Option(
+            "--float-weights",
+            help="Decode the weights to F32 first: what the cache costs, without the noise of 8-bit activations.",
+        ),
+    ] = False,
+    needle: Annotated[
+        str | None,
+        typer.Option(
+            "--needle", metavar="N,M,...", help="Look for a hidden number in prompts of N, M, ... tokens too."
+        ),
+    ] = None,
+    calibration: Annotated[
+        str | None, typer.Option("--calibration", metavar="FILE|never", help="[default: the model's own]")
+    ] = None,
+    json_path: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw KLD against bits (needs matplotlib).")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", help="Threads. [default: the physical cores]")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show where an error comes from.")] = False,
+) -> int:
+    """Compare KV formats with an F16 cache on the same text: KLD, same top token, perplexity, bits and bytes."""
+    del verbose  # read by run_program
+    formats = [name.strip() for name in kv.split(",") if name.strip()]
+    for name in formats:
+        parse_kv_config(name)
+    lengths = _parse_lengths(needle)
+    content = None if text is None else read_text(text)
+    from pykvq.quality import fidelity
+    from pykvq.quality import needle as find_needle
+    from pykvq.quality.report import check_plot, draw_plot, format_needles, format_table
+
+    if plot is not None:
+        check_plot(plot)
+    with progress_bars("calibrating", "comparing", "searching") as (show_calibration, show, show_search):
+        report = fidelity(
+            model,
+            formats,
+            text=content,
+            n_ctx=ctx,
+            n_chunks=chunks,
+            float_weights=float_weights,
+            calibrate=calibration,
+            n_threads=threads,
+            progress=show,
+            calibration_progress=show_calibration,
+        )
+        if lengths:
+            report["needle"] = find_needle(
+                model,
+                formats,
+                text=content or default_text(),
+                lengths=lengths,
+                calibrate=calibration,
+                n_threads=threads,
+                progress=show_search,
+            )
+    write(format_table(report) + "\n")
+    if lengths:
+        write("\n" + format_needles(report["needle"]) + "\n")
+    _warn(report)
+    if json_path is not None:
+        _write_json(json_path, report)
+    if plot is not None:
+        draw_plot(report, plot)
+    return 0
+
+
+def default_text() -> str:
+    """Python's help topics."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics.values())
+
+
+def _parse_lengths(value: str | None) -> list[int]:
+    try:
+        lengths = [int(part) for part in value.split(",")] if value else []
+    except ValueError:
+        lengths = [0]
+    if any(length < 128 for length in lengths):
+        raise InvalidArgumentError(f"--needle {value}: give prompt lengths of 128 tokens or more, as in 1024,4096")
+    return lengths
+
+
+def _warn(report: dict[str, Any]) -> None:
+    """States what moves the likeliest token of this model, and how often."""
+    for row in report["presets"]:
+        if row["nonfinite"] > 0:
+            note(f"warning: {row['name']}: {100 * row['nonfinite']:.2g} % of the logits are not finite")
+        elif row["same_top"] < _LOW_SAME_TOP:
+            note(
+                f"note: {row['name']} changes the likeliest token of {100 * (1 - row['same_top']):.1f} % of the tokens "
+                "on this model"
+            )
+
+
+def _write_json(path: str, report: dict[str, Any]) -> None:
+    try:
+        Path(path).write_text(json.dumps(report, indent=2, allow_nan=True) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot write '{path}': {error.strerror or error}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    app = new_app()
+    app.command()(_fidelity)
+    return run_program(PROGRAM, app, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""``kv_quant="auto"``: the format that is predicted to cost least among those that fit the memory given."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pykvq.calibration import CalibrationInfo
+from pykvq.errors import InvalidArgumentError, OutOfMemoryError
+from pykvq.kv_config import KVConfig, parse_kv_config
+from pykvq.predict import available_memory, kv_bytes
+from pykvq.runtime import Model
+
+_MIB = 1024 * 1024
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
+
+# what may be chosen: F16, then a window of F16 and these types behind it; K and V apart, since models differ in what
+# they bear
+_TYPES = ("q8_0", "q4_ve", "q2_t")
+# noise that a type leaves, as part of the variance of what is stored; normal values, the reference encoders
+# (docs/formats.md; for sorted keys their part of the uniform type's attention error, docs/fidelity.md)
+_NOISE = {"f16": 0.0, "q8_0": 2.5e-5, "q4_ve": 0.0069, "q2_t": 0.1106, "q4_ves": 0.0035, "q2_ts": 0.055}
+# of an output's relative squared error, what becomes KLD; from values alone in Q4_VE, which cost SmolLM2 0.00018
+_VALUE_WEIGHT = 0.03
+_CTX_STEP = 256
+
+
+@dataclass(frozen=True)
+class AutomaticChoice:
+    """What was chosen, and why: the sizes in bytes, and the predicted KLD in nats, which is a rough figure."""
+
+    kv: KVConfig
+    n_bytes: int
+    budget: int
+    predicted_kld: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kv.name}: {self.n_bytes / _MIB:.0f} MiB of {self.budget / _MIB:.0f}, "
+            f"predicted KLD {self.predicted_kld:.2g}"
+        )
+
+
+def parse_memory(value: str | int | float | None) -> int:
+    """Bytes: a number of bytes, text such as "2GiB", or a fraction below 1 of the memory that is available now.
+
+    Raises:
+        InvalidArgumentError: it is none of these.
+    """
+    if isinstance(value, float) and 0 < value < 1:
+        return int(available_memory() * value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 1:
+        return int(value)
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].upper() not in _UNITS:
+        raise InvalidArgumentError(
+            f'kv_memory={value!r} is no size: give bytes, "2GiB", or a fraction of the free memory such as 0.5'
+        )
+    n_bytes = float(match[1]) * _UNITS[match[2].upper()]
+    return parse_memory(n_bytes if n_bytes < 1 else int(n_bytes))
+
+
+def choose_format(
+    model: Model, calibration: CalibrationInfo | None, n_ctx: int, budget: int, *, n_sink: int
+) -> AutomaticChoice:
+    """The format of least predicted KLD whose cache of n_ctx tokens takes at most ``budget`` bytes.
+
+    Raises:
+        OutOfMemoryError: none does; the message has the largest n_ctx that fits.
+    """
+    choices = [
+        AutomaticChoice(kv, kv_bytes(model, kv, n_ctx)[0], budget, predicted_kld(kv, calibration))
+        for kv in _formats(calibration, n_sink)
+    ]
+    fitting = [choice for choice in choices if choice.n_bytes <= budget]
+    if fitting:
+        return min(fitting, key=lambda choice: (choice.predicted_kld, choice.n_bytes))
+    smallest = min(choices, key=lambda choice: choice.n_bytes)
+    raise OutOfMemoryError(
+        f"no KV format of {n_ctx} tokens fits {budget / _MIB:.0f} MiB, the smallest takes "
+        f"{smallest.n_bytes / _MIB:.0f} MiB: use n_ctx {_largest_ctx(model, smallest.kv, n_ctx, budget)} or less"
+    )
+
+
+def predicted_kld(kv: KVConfig, calibration: CalibrationInfo | None) -> float:
+    """What the oldest tier's types cost, from the calibration's sensitivity of each layer; 1 for both without one.
+
+    Noise of variance s² in the scores moves a softmax by a KLD of s²/2.
+    """
+    tier = kv.tiers[-1]
+    k = 1.0 if calibration is None else calibration.k_sensitivity
+    v = 1.0 if calibration is None else calibration.v_sensitivity
+    return k * _NOISE[tier.type_k] / 2 + _VALUE_WEIGHT * v * _NOISE[tier.type_v]
+
+
+def _formats(calibration: CalibrationInfo | None, n_sink: int) -> list[KVConfig]:
+    names = ["f16", *(f"f16:128+{k}/{v}" if k != v else f"f16:128+{k}" for k in _TYPES for v in _TYPES)]
+    formats = [parse_kv_config(name, n_sink=n_sink) for name in names]
+    if calibration is not None and calibration.spectral_keys:
+        return [kv.with_spectral_keys() for kv in formats]
+    return formats
+
+
+def _largest_ctx(model: Model, kv: KVConfig, n_ctx: int, budget: int) -> int:
+    low, high = 0, n_ctx // _CTX_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        if kv_bytes(model, kv, middle * _CTX_STEP)[0] <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low * _CTX_STEP
