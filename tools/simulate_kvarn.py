@@ -99,7 +99,7 @@ def sha256_hex(data: bytes) -> str:
 def sign(data: bytearray) -> None:
     """Corrects the checksum of a state that was edited."""
     data[CHECKSUM_AT : CHECKSUM_AT + CHECKSUM_BYTES] = bytes(CHECKSUM_BYTES)
-    text = bytes(data[:HEADER_BYTES]) + sha256_hex(data[HEADER_BYTES:]).encode()
+    text = bytes(data[:HEADER_BYTES]) + sha256_hex(bytes(data[HEADER_BYTES:])).encode()
     data[CHECKSUM_AT : CHECKSUM_AT + CHECKSUM_BYTES] = sha256_hex(text).encode()
 
 

@@ -28,7 +28,7 @@
 #endif
 
 // raised whenever a struct or a signature below changes
-#define PYKVQ_ABI_VERSION 2
+#define PYKVQ_ABI_VERSION 3
 
 #ifdef __cplusplus
 extern "C" {
