@@ -21,7 +21,8 @@ void kvq_quantize_row_q2_t(const float * x, void * y, int64_t k);
 // the strides and nrc are unused, nrc must be 1.
 void kvq_vec_dot_q4_ve_q8_0(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
 void kvq_vec_dot_q2_t_q8_0(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
-void kvq_vec_dot_q4_ves_q8_0(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
+void kvq_vec_dot_q4_ves_q8_0(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by,
+                             int nrc);
 void kvq_vec_dot_q2_ts_q8_0(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
 
 // GGML_OP_FLASH_ATTN_EXT. K and V may go on in src[5] and src[6], src[7] and src[8], src[9] and src[10]: the tiers of one

@@ -92,8 +92,8 @@ static float kvq_spectral_search(const kvq_spectral * type, const float * x) {
 
 // Writes the 64 codes of a block and returns its scale as a half.
 static uint16_t kvq_spectral_encode(const kvq_spectral * type, const float * x, uint8_t * codes) {
-    for (int i = 0; i < KVQ_BLOCK; i++) {
-        codes[i] = (uint8_t) kvq_spectral_code(type, i, 0.0f);
+    for (int i = 0; i < KVQ_BLOCK; i++) {  // the smallest positive level: decodes to +0 under d = 0
+        codes[i] = (uint8_t) kvq_spectral_code(type, i, 1.0f);
     }
     const float mean_square = kvq_spectral_mean_square(x);
     if (isnan(mean_square)) {
