@@ -91,7 +91,7 @@ class TieredState:
         return result
 
 
-def sha256_hex(data: bytes) -> str:
+def sha256_hex(data: bytes | bytearray) -> str:
     """SHA-256 in hex."""
     return hashlib.sha256(data).hexdigest()
 

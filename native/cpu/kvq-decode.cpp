@@ -220,6 +220,31 @@ void decode_row_q2_t(const block_q2_t * x, int64_t n, float * out, const ggml_ty
     }
 }
 
+int two_more_bits(const uint8_t * qh, int i) {
+    return qh[i / 4] >> (2 * (i % 4)) & 3;
+}
+
+void decode_row_q4_ves(const block_q4_ves * x, int64_t n, float * out, const ggml_type_traits *) {
+    for (int64_t b = 0; b < n / KVQ_BLOCK; b++, out += KVQ_BLOCK) {
+        const float d = GGML_CPU_FP16_TO_FP32(x[b].d);
+        decode_nibbles(x[b].qs, LEVELS_Q4_VE, d, out, out + 32);
+        decode_nibbles(x[b].qs + 16, LEVELS_Q4_VE, d, out + 16, out + 48);
+        for (int i = 0; i < KVQ_STRONG; i++) {
+            out[i] = d * (float) (3 * ((x[b].qs[i] & 15) | two_more_bits(x[b].qh, i) << 4) - 94);
+        }
+    }
+}
+
+void decode_row_q2_ts(const block_q2_ts * x, int64_t n, float * out, const ggml_type_traits *) {
+    for (int64_t b = 0; b < n / KVQ_BLOCK; b++, out += KVQ_BLOCK) {
+        const float d = GGML_CPU_FP16_TO_FP32(x[b].d);
+        decode_crumbs(x[b].qs, LEVELS_Q2_T, d, out);
+        for (int i = 0; i < KVQ_STRONG; i++) {
+            out[i] = d * (float) LEVELS_Q4_VE[(x[b].qs[i] & 3) | two_more_bits(x[b].qh, i) << 2];
+        }
+    }
+}
+
 void decode_row_other(const char * x, int64_t n, float * out, const ggml_type_traits * traits) {
     traits->to_float(x, out, n);
 }
@@ -266,6 +291,10 @@ decode_rows_t decoder_of(ggml_type type) {
             return decode_rows<block_q4_ve, decode_row_q4_ve>;
         case GGML_TYPE_Q2_T:
             return decode_rows<block_q2_t, decode_row_q2_t>;
+        case GGML_TYPE_Q4_VES:
+            return decode_rows<block_q4_ves, decode_row_q4_ves>;
+        case GGML_TYPE_Q2_TS:
+            return decode_rows<block_q2_ts, decode_row_q2_ts>;
         default:
             return decode_rows<char, decode_row_other>;
     }

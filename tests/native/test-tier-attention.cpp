@@ -332,14 +332,16 @@ static std::vector<tier_shape> mix(std::initializer_list<ggml_type> types, std::
     return tiers;
 }
 
-static const ggml_type F32   = GGML_TYPE_F32;
-static const ggml_type F16   = GGML_TYPE_F16;
-static const ggml_type BF16  = GGML_TYPE_BF16;
-static const ggml_type Q8_0  = GGML_TYPE_Q8_0;
-static const ggml_type Q4_0  = GGML_TYPE_Q4_0;
-static const ggml_type Q5_1  = GGML_TYPE_Q5_1;
-static const ggml_type Q4_VE = GGML_TYPE_Q4_VE;
-static const ggml_type Q2_T  = GGML_TYPE_Q2_T;
+static const ggml_type F32    = GGML_TYPE_F32;
+static const ggml_type F16    = GGML_TYPE_F16;
+static const ggml_type BF16   = GGML_TYPE_BF16;
+static const ggml_type Q8_0   = GGML_TYPE_Q8_0;
+static const ggml_type Q4_0   = GGML_TYPE_Q4_0;
+static const ggml_type Q5_1   = GGML_TYPE_Q5_1;
+static const ggml_type Q4_VE  = GGML_TYPE_Q4_VE;
+static const ggml_type Q2_T   = GGML_TYPE_Q2_T;
+static const ggml_type Q4_VES = GGML_TYPE_Q4_VES;
+static const ggml_type Q2_TS  = GGML_TYPE_Q2_TS;
 
 static void test_types() {
     const std::vector<std::vector<tier_shape>> mixes = {
@@ -351,6 +353,9 @@ static void test_types() {
         mix({ Q5_1 }, { 300 }),
         mix({ Q4_VE }, { 300 }),
         mix({ Q2_T }, { 300 }),
+        mix({ Q4_VES }, { 300 }),
+        mix({ Q2_TS }, { 300 }),
+        { { F16, F16, 60 }, { Q4_VES, Q4_VE, 80 }, { Q2_TS, Q2_T, 70 } },
         mix({ F16, Q4_VE }, { 100, 300 }),
         mix({ F16, Q2_T }, { 100, 300 }),
         mix({ F16, F16 }, { 100, 300 }),
