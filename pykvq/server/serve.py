@@ -159,6 +159,7 @@ def run_server(settings: ServerSettings, host: str, port: int) -> int:
     )
     server = uvicorn.Server(config)
     listener = config.bind_socket()
+    listener.listen(config.backlog)  # whoever reads the line below may connect at once
     _announce(settings, host, listener.getsockname()[1])
     server.run([listener])
     return 0 if server.started else 1
