@@ -25,4 +25,5 @@ def test_bench_smollm2(smollm2_path, tmp_path, capsys):
     assert f16["route"] == "llama.cpp flash attention (cpu)"
     assert ultra4["route"] == "pykvq tiered flash attention (cpu)"
     assert q8["kv_bytes"] / f16["kv_bytes"] == 8.5 / 16
-    assert ultra4["kv_bytes_used"] < 0.5 * f16["kv_bytes_used"]
+    # a good third of 700 tokens is still in the first tier
+    assert ultra4["kv_bytes_used"] < 0.65 * f16["kv_bytes_used"]
