@@ -24,6 +24,7 @@ constexpr int LANES = KVQ_LANES;
 
 typedef float vfloat __attribute__((vector_size(KVQ_LANES * 4)));
 typedef int32_t vint __attribute__((vector_size(KVQ_LANES * 4)));
+typedef uint32_t vuint __attribute__((vector_size(KVQ_LANES * 4)));
 typedef vfloat vfloat_unaligned __attribute__((aligned(4), may_alias));
 typedef vint vint_unaligned __attribute__((aligned(4), may_alias));
 
@@ -120,7 +121,7 @@ static inline vfloat exp_nonpositive(vfloat x) {
     p                    = p * r + 0.5f;
     p                    = p * r + 1.0f;
     p                    = p * r + 1.0f;
-    const vfloat scaled  = (vfloat) ((vint) p + ((vint) shifted << 23));
+    const vfloat scaled  = (vfloat) ((vuint) p + ((vuint) shifted << 23));  // wraps below -87
     return x < -87.0f ? vfloat{} : scaled;
 }
 
