@@ -9,9 +9,9 @@ from pykvq import Llama, predict_kv
 WORDS = "The quick brown fox jumps over the lazy dog near the old stone bridge while the river keeps flowing east. "
 
 # Chats from the cache against from scratch: of a standard deviation of the logits, measured at most 7.3e-3;
-# and of the next token in nats, measured at most 0.0026.
+# and of the next token in nats, measured at most 6e-4. Both on float32 weights: on Q4_1 int8 activations alone give 0.03.
 CHAT_ERROR_LIMIT = 0.015
-CHAT_KLD_LIMIT = 0.006
+CHAT_KLD_LIMIT = 0.002
 
 
 def resident_bytes():
@@ -44,7 +44,8 @@ def test_bytes_of_a_long_context(smollm2_path, kv, limit):
     with Llama(smollm2_path, kv_quant=kv, n_ctx=131072) as llm:
         info = llm.kv_info()
     assert info["ratio"] <= limit
-    predicted = predict_kv(smollm2_path, 131072, kv)["kv_bytes"]
+    assert predict_kv(smollm2_path, 131072, kv)["ratio"] <= limit  # with a calibration
+    predicted = predict_kv(smollm2_path, 131072, kv, calibrated=False)["kv_bytes"]
     assert info["kv_bytes"] == pytest.approx(predicted, rel=0.01)
 
 
@@ -117,7 +118,7 @@ def turns_of_a_chat(path, kv):
 def greedy_answer(llm, prompt):
     """At most 24 tokens, their text, and how many of the prompt's were in the cache."""
     generation = llm.start_generation(prompt, max_tokens=24, sampling=llm.sampling_params(temperature=0))
-    text, _ = generation.run()
+    text = "".join(piece.text for piece in generation)
     return generation.result.tokens, text, generation.result.n_reused
 
 
@@ -138,9 +139,9 @@ def test_turns_of_a_chat_equal_those_from_scratch(smollm2_f32):
         assert [tier["n_requantized"] for tier in cached.kv_info()["tiers"]] == [0, 0]
 
 
-def test_turns_of_a_chat_of_aged_tokens(smollm2_path):
+def test_turns_of_a_chat_of_aged_tokens(smollm2_f32):
     """What was still F16 when later tokens read it differs between the two ways, and so do their rows."""
-    for cached, fresh, _, _ in turns_of_a_chat(smollm2_path, "f16:64+q4_ve"):
+    for cached, fresh, _, _ in turns_of_a_chat(smollm2_f32.path, "f16:64+q4_ve"):
         fresh.eval(cached._engine.tokens)
         for llm in (cached, fresh):
             llm.eval([198])
