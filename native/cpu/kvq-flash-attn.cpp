@@ -69,10 +69,14 @@ bool is_decode(const attention & a) {
     return a.n_tokens == 1 || a.n_tokens * a.group < LANES;
 }
 
+size_t work_size(const attention & a, int nth) {
+    return is_decode(a) ? decode_work_size(a, nth) : prefill_work_size(a, nth);
+}
+
 void decode_block(const ggml_tensor * tensor, decode_rows_t decode, const cell_block & block, int64_t head_kv,
                   int64_t stream, float * out, int64_t width) {
-    const char * rows = (const char *) tensor->data + block.row * tensor->nb[1] + head_kv * tensor->nb[2] +
-                        stream % tensor->ne[3] * tensor->nb[3];
+    const char * rows =
+        (const char *) tensor->data + block.row * tensor->nb[1] + head_kv * tensor->nb[2] + stream * tensor->nb[3];
     decode(rows, tensor->nb[1], block.n, tensor->ne[0], out, width, ggml_get_type_traits(tensor->type));
     std::fill(out + block.n * width, out + round_up(block.n, 8) * width, 0.0f);
 }
@@ -156,18 +160,16 @@ bool kvq_flash_attn_ext_supported(const struct ggml_tensor * dst) {
     const ggml_tensor * v    = dst->src[2];
     const ggml_tensor * mask = dst->src[3];
     return q->type == GGML_TYPE_F32 && (!mask || (mask->type == GGML_TYPE_F16 && mask->ne[2] == 1)) &&
-           q->ne[2] % k->ne[2] == 0 && k->ne[2] == v->ne[2] && q->ne[3] % k->ne[3] == 0 && k->ne[3] == v->ne[3] &&
-           q->ne[3] == k->ne[3];
+           q->ne[2] % k->ne[2] == 0 && k->ne[2] == v->ne[2] && q->ne[3] == k->ne[3] && k->ne[3] == v->ne[3];
 }
 
 size_t kvq_flash_attn_ext_work_size(struct ggml_tensor * dst, int n_threads) {
-    const kvq::attention a = kvq::read_op(dst);
-    return kvq::is_decode(a) ? kvq::decode_work_size(a, n_threads) : kvq::prefill_work_size(a, n_threads);
+    return kvq::work_size(kvq::read_op(dst), n_threads);
 }
 
 void kvq_compute_forward_flash_attn_ext(const struct ggml_compute_params * params, struct ggml_tensor * dst) {
     const kvq::attention a = kvq::read_op(dst);
-    GGML_ASSERT(kvq_flash_attn_ext_work_size(dst, params->nth) <= params->wsize);
+    GGML_ASSERT(kvq::work_size(a, params->nth) <= params->wsize);
     if (kvq::is_decode(a)) {
         kvq::attend_decode(params, a);
     } else {

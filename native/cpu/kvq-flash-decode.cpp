@@ -31,6 +31,7 @@ struct partial {
 struct scratch {
     float * tile;          // [BLOCK, larger of the two widths] decoded K, then V
     float * scores;        // [group, BLOCK] then weights
+    float * best;          // [group] largest score
     float * bias;          // [BLOCK]
     float * q;             // [n_head, dk_pad] scaled
     visibility * visible;  // [tokens of all streams, n_blocks]
@@ -49,7 +50,7 @@ int64_t partial_floats(const attention & a) {
 }
 
 int64_t scratch_floats(const attention & a) {
-    return line(BLOCK * std::max(a.width_k, a.width_v)) + line(a.group * BLOCK) + line(BLOCK) +
+    return line(BLOCK * std::max(a.width_k, a.width_v)) + line(a.group * BLOCK) + line(a.group) + line(BLOCK) +
            line(a.n_head * a.dk_pad) + line((n_queries(a) * a.n_blocks + 3) / 4);
 }
 
@@ -57,7 +58,8 @@ scratch make_scratch(const attention & a, float * memory) {
     scratch s;
     s.tile    = memory;
     s.scores  = s.tile + line(BLOCK * std::max(a.width_k, a.width_v));
-    s.bias    = s.scores + line(a.group * BLOCK);
+    s.best    = s.scores + line(a.group * BLOCK);
+    s.bias    = s.best + line(a.group);
     s.q       = s.bias + line(BLOCK);
     s.visible = (visibility *) (s.q + line(a.n_head * a.dk_pad));
     return s;
@@ -243,14 +245,15 @@ void attend_group(const attention & a, const cell_block & block, int64_t stream,
     bool matters = !a.skip_negligible;
     for (int64_t g = 0; g < a.group; g++) {
         bias_scores(a, s.scores + g * BLOCK, block.n, bias, alibi_slope(a, head0 + g));
-        matters |= !(largest(s.scores + g * BLOCK) < p.max[head0 + g] - NEGLIGIBLE);
+        s.best[g] = largest(s.scores + g * BLOCK);
+        matters |= !(s.best[g] < p.max[head0 + g] - NEGLIGIBLE);
     }
     if (!matters) {
         return;
     }
     for (int64_t g = 0; g < a.group; g++) {
-        float * scores = s.scores + g * BLOCK;
-        weigh(a, scores, largest(scores), p.max + head0 + g, p.sum + head0 + g, p.acc + (head0 + g) * a.dv_pad);
+        const int64_t head = head0 + g;
+        weigh(a, s.scores + g * BLOCK, s.best[g], p.max + head, p.sum + head, p.acc + head * a.dv_pad);
     }
     decode_values(a, block, head_kv, stream, s.tile);
     if (bias) {
@@ -338,17 +341,19 @@ void merge(const attention & a, float * partials, int nth, int64_t query, int64_
     }
     float sum   = 0.0f;
     float * acc = into.acc + head * a.dv_pad;
+    if (into.sum[head] == 0.0f) {
+        std::fill_n(acc, a.dv_pad, 0.0f);
+    }
     for (int t = 0; t < nth; t++) {
         const partial from = partial_of(a, partials, t, query);
-        const float factor = max == -INFINITY ? 1.0f : std::exp(from.max[head] - max);
-        sum += from.sum[head] * factor;
-        if (t > 0 && from.sum[head] == 0.0f) {
+        if (from.sum[head] == 0.0f) {
             continue;  // its accumulator was never written
         }
-        const bool empty = t == 0 && from.sum[head] == 0.0f;
+        const float factor = std::exp(from.max[head] - max);
+        sum += from.sum[head] * factor;
         for (int64_t d = 0; d < a.dv_pad; d += LANES) {
             const vfloat mine = load(from.acc + head * a.dv_pad + d) * factor;
-            store(acc + d, t == 0 ? (empty ? vfloat{} : mine) : load(acc + d) + mine);
+            store(acc + d, t == 0 ? mine : load(acc + d) + mine);
         }
     }
     write_row(a, query / a.n_tokens, query % a.n_tokens, head, max, sum, acc);
