@@ -4,7 +4,7 @@
 #include "kvq-decode.h"
 
 #include "ggml-cpu-impl.h"
-#include "kvq-blocks.h"
+#include "kvq-pack.h"
 #include "kvq-simd.h"
 #include "simd-mappings.h"
 
@@ -220,17 +220,13 @@ void decode_row_q2_t(const block_q2_t * x, int64_t n, float * out, const ggml_ty
     }
 }
 
-int two_more_bits(const uint8_t * qh, int i) {
-    return qh[i / 4] >> (2 * (i % 4)) & 3;
-}
-
 void decode_row_q4_ves(const block_q4_ves * x, int64_t n, float * out, const ggml_type_traits *) {
     for (int64_t b = 0; b < n / KVQ_BLOCK; b++, out += KVQ_BLOCK) {
         const float d = GGML_CPU_FP16_TO_FP32(x[b].d);
         decode_nibbles(x[b].qs, LEVELS_Q4_VE, d, out, out + 32);
         decode_nibbles(x[b].qs + 16, LEVELS_Q4_VE, d, out + 16, out + 48);
         for (int i = 0; i < KVQ_STRONG; i++) {
-            out[i] = d * (float) (3 * ((x[b].qs[i] & 15) | two_more_bits(x[b].qh, i) << 4) - 94);
+            out[i] = d * (float) kvq_strong_level((x[b].qs[i] & 15) | kvq_extra(x[b].qh, i) << 4);
         }
     }
 }
@@ -240,7 +236,7 @@ void decode_row_q2_ts(const block_q2_ts * x, int64_t n, float * out, const ggml_
         const float d = GGML_CPU_FP16_TO_FP32(x[b].d);
         decode_crumbs(x[b].qs, LEVELS_Q2_T, d, out);
         for (int i = 0; i < KVQ_STRONG; i++) {
-            out[i] = d * (float) LEVELS_Q4_VE[(x[b].qs[i] & 3) | two_more_bits(x[b].qh, i) << 2];
+            out[i] = d * (float) LEVELS_Q4_VE[(x[b].qs[i] & 3) | kvq_extra(x[b].qh, i) << 2];
         }
     }
 }

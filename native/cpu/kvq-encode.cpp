@@ -3,6 +3,7 @@
 
 #include "kvq-codebooks.h"
 #include "kvq-cpu.h"
+#include "kvq-pack.h"
 #include "kvq-quants.h"
 #include "kvq-simd.h"
 
@@ -134,9 +135,7 @@ void kvq_quantize_row_q4_ve(const float * x, void * y, int64_t k) {
     for (int64_t b = 0; b < k / KVQ_BLOCK; b++) {
         uint8_t codes[KVQ_BLOCK];
         blocks[b].d = kvq::encode_block<8>(kvq_codebook_16, x + b * KVQ_BLOCK, codes);
-        for (int i = 0; i < KVQ_BLOCK / 2; i++) {
-            blocks[b].qs[i] = (uint8_t) (codes[i] | codes[i + KVQ_BLOCK / 2] << 4);
-        }
+        kvq_pack_nibbles(codes, blocks[b].qs);
     }
 }
 
@@ -145,8 +144,6 @@ void kvq_quantize_row_q2_t(const float * x, void * y, int64_t k) {
     for (int64_t b = 0; b < k / KVQ_BLOCK; b++) {
         uint8_t codes[KVQ_BLOCK];
         blocks[b].d = kvq::encode_block<2>(kvq_codebook_4, x + b * KVQ_BLOCK, codes);
-        for (int i = 0; i < KVQ_BLOCK / 4; i++) {
-            blocks[b].qs[i] = (uint8_t) (codes[i] | codes[i + 16] << 2 | codes[i + 32] << 4 | codes[i + 48] << 6);
-        }
+        kvq_pack_crumbs(codes, blocks[b].qs);
     }
 }

@@ -1,11 +1,12 @@
 #include "kvq-quants.h"
 
+#include "kvq-codebooks.h"
+#include "kvq-pack.h"
+
 #include <assert.h>
 #include <math.h>
 #include <string.h>
 
-#define KVQ_HALF_NAN 0x7e00
-#define KVQ_HALF_MAX 65504.0f
 // scales tried: the root mean square of the block over that of the codebook, times 0.6 to 1.8
 #define KVQ_RATIO_MIN 0.6f
 #define KVQ_RATIO_STEP 0.1f
@@ -50,7 +51,7 @@ static float kvq_spectral_level(const kvq_spectral * type, int i, int code) {
     if (i >= KVQ_STRONG) {
         return type->levels[code];
     }
-    return type->strong_levels ? (float) type->strong_levels[code] : (float) (3 * code - 94);
+    return type->strong_levels ? (float) type->strong_levels[code] : (float) kvq_strong_level(code);
 }
 
 // Mean square with the strong values brought to the deviation of the others; NaN if a value is not finite.
@@ -117,26 +118,13 @@ static uint16_t kvq_spectral_encode(const kvq_spectral * type, const float * x, 
     return d;
 }
 
-static void kvq_pack_extra(const uint8_t * codes, int shift, uint8_t * qh) {
-    for (int half = 0; half < 2; half++) {
-        const uint8_t * c = codes + 4 * half;
-        qh[half] = (uint8_t) (c[0] >> shift | (c[1] >> shift) << 2 | (c[2] >> shift) << 4 | (c[3] >> shift) << 6);
-    }
-}
-
-static int kvq_extra(const uint8_t * qh, int i) {
-    return qh[i / 4] >> (2 * (i % 4)) & 3;
-}
-
 void kvq_quantize_row_q4_ves_ref(const float * x, block_q4_ves * y, int64_t k) {
     assert(k % KVQ_BLOCK == 0);
     for (int64_t b = 0; b < k / KVQ_BLOCK; b++) {
         uint8_t codes[KVQ_BLOCK];
         y[b].d = kvq_spectral_encode(&kvq_spectral_4, x + b * KVQ_BLOCK, codes);
         kvq_pack_extra(codes, 4, y[b].qh);
-        for (int i = 0; i < KVQ_BLOCK / 2; i++) {
-            y[b].qs[i] = (uint8_t) ((codes[i] & 15) | codes[i + KVQ_BLOCK / 2] << 4);
-        }
+        kvq_pack_nibbles(codes, y[b].qs);
     }
 }
 
@@ -146,9 +134,7 @@ void kvq_quantize_row_q2_ts_ref(const float * x, block_q2_ts * y, int64_t k) {
         uint8_t codes[KVQ_BLOCK];
         y[b].d = kvq_spectral_encode(&kvq_spectral_2, x + b * KVQ_BLOCK, codes);
         kvq_pack_extra(codes, 2, y[b].qh);
-        for (int i = 0; i < KVQ_BLOCK / 4; i++) {
-            y[b].qs[i] = (uint8_t) ((codes[i] & 3) | codes[i + 16] << 2 | codes[i + 32] << 4 | codes[i + 48] << 6);
-        }
+        kvq_pack_crumbs(codes, y[b].qs);
     }
 }
 

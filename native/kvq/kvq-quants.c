@@ -1,6 +1,7 @@
 #include "kvq-quants.h"
 
 #include "kvq-codebooks.h"
+#include "kvq-pack.h"
 
 #include <assert.h>
 #include <math.h>
@@ -106,9 +107,7 @@ void kvq_quantize_row_q4_ve_ref(const float * x, block_q4_ve * y, int64_t k) {
     for (int64_t b = 0; b < k / KVQ_BLOCK; b++) {
         uint8_t codes[KVQ_BLOCK];
         y[b].d = kvq_block_encode(&kvq_codebook_16, x + b * KVQ_BLOCK, codes);
-        for (int i = 0; i < KVQ_BLOCK / 2; i++) {
-            y[b].qs[i] = (uint8_t) (codes[i] | codes[i + KVQ_BLOCK / 2] << 4);
-        }
+        kvq_pack_nibbles(codes, y[b].qs);
     }
 }
 
@@ -117,9 +116,7 @@ void kvq_quantize_row_q2_t_ref(const float * x, block_q2_t * y, int64_t k) {
     for (int64_t b = 0; b < k / KVQ_BLOCK; b++) {
         uint8_t codes[KVQ_BLOCK];
         y[b].d = kvq_block_encode(&kvq_codebook_4, x + b * KVQ_BLOCK, codes);
-        for (int i = 0; i < KVQ_BLOCK / 4; i++) {
-            y[b].qs[i] = (uint8_t) (codes[i] | codes[i + 16] << 2 | codes[i + 32] << 4 | codes[i + 48] << 6);
-        }
+        kvq_pack_crumbs(codes, y[b].qs);
     }
 }
 
