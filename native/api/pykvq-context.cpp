@@ -228,13 +228,9 @@ void require_context(const pykvq_context * context) {
 
 void require_batch(const pykvq_context * context, const int32_t * tokens, const int32_t * seq_id, int32_t n_tokens) {
     require_range("n_tokens", n_tokens, 1, llama_n_batch(context->ctx));
-    const int32_t n_vocab   = llama_vocab_n_tokens(context->model->vocab);
+    pykvq_require_tokens(context->model, tokens, n_tokens);
     const int32_t n_seq_max = (int32_t) llama_n_seq_max(context->ctx);
     for (int32_t i = 0; i < n_tokens; ++i) {
-        if (tokens[i] < 0 || tokens[i] >= n_vocab) {
-            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "tokens[%d] is %d: the vocabulary has ids 0 to %d", i, tokens[i],
-                        n_vocab - 1);
-        }
         if (seq_id[i] < 0 || seq_id[i] >= n_seq_max) {
             pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "seq_id[%d] is %d: this context has sequences 0 to %d", i,
                         seq_id[i], n_seq_max - 1);

@@ -147,13 +147,7 @@ void require_tokens(const pykvq_model * model, const int32_t * tokens, int32_t n
                     "n_chunk is %d and the text has %d tokens: a chunk has at least 16, and the text one chunk",
                     n_chunk, n_tokens);
     }
-    const int32_t n_vocab = llama_vocab_n_tokens(model->vocab);
-    for (int32_t i = 0; i < n_tokens; ++i) {
-        if (tokens[i] < 0 || tokens[i] >= n_vocab) {
-            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "tokens[%d] is %d: the vocabulary has ids 0 to %d", i, tokens[i],
-                        n_vocab - 1);
-        }
-    }
+    pykvq_require_tokens(model, tokens, n_tokens);
 }
 
 }  // namespace

@@ -58,6 +58,9 @@ struct pykvq_model {
     ~pykvq_model() { llama_model_free(model); }
 };
 
+// Refuses token ids that are not in the vocabulary.
+void pykvq_require_tokens(const pykvq_model * model, const int32_t * tokens, int32_t n_tokens);
+
 struct pykvq_context {
     pykvq_model * model = nullptr;
     llama_context * ctx = nullptr;

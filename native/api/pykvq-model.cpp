@@ -70,6 +70,16 @@ int32_t needed(int32_t result) {
 
 }  // namespace
 
+void pykvq_require_tokens(const pykvq_model * model, const int32_t * tokens, int32_t n_tokens) {
+    const int32_t n_vocab = llama_vocab_n_tokens(model->vocab);
+    for (int32_t i = 0; i < n_tokens; ++i) {
+        if (tokens[i] < 0 || tokens[i] >= n_vocab) {
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "tokens[%d] is %d: the vocabulary has ids 0 to %d", i, tokens[i],
+                        n_vocab - 1);
+        }
+    }
+}
+
 void pykvq_require_gguf(const char * path) {
     const fs::path file = fs::u8path(path);
     std::error_code error;

@@ -16,7 +16,7 @@ struct kvq_cells {
     int64_t swa;
 };
 
-static bool kvq_layer_has_kv(const llama_hparams & hparams, uint32_t il) {
+bool kvq_layer_has_kv(const llama_hparams & hparams, uint32_t il) {
     return hparams.has_kv(il) && !hparams.is_recr(il);
 }
 

@@ -8,6 +8,11 @@
 
 #include <cstdint>
 
+struct llama_hparams;
+
+// Whether a layer has a KV cache: it attends, and is not recurrent.
+bool kvq_layer_has_kv(const llama_hparams & hparams, uint32_t il);
+
 struct kvq_model_shape {
     int32_t head_dim_k;  // largest over the layers that have a KV cache
     int32_t head_dim_v;

@@ -1,6 +1,7 @@
 // Reading a calibration file: a GGUF with the tensors that kvq-transform.h names, "blk.LAYER.NAME", all F32.
 
 #include "gguf.h"
+#include "kvq-llama.h"
 #include "kvq-transform.h"
 #include "llama-hparams.h"
 #include "llama-model.h"
@@ -11,10 +12,6 @@
 namespace {
 
 constexpr uint32_t FORMAT = 1;
-
-struct gguf_deleter {
-    void operator()(gguf_context * gguf) const { gguf_free(gguf); }
-};
 
 int64_t find_key(const gguf_context * gguf, const char * name, gguf_type type) {
     const int64_t key = gguf_find_key(gguf, name);
@@ -83,8 +80,7 @@ struct kvq_transform_reader {
     }
 
     void read(const std::string & path, const llama_model * model, bool offload) {
-        const std::unique_ptr<gguf_context, gguf_deleter> gguf(
-            gguf_init_from_file(path.c_str(), { /*.no_alloc =*/false, /*.ctx =*/&stored }));
+        const gguf_context_ptr gguf(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/false, /*.ctx =*/&stored }));
         const ggml_context_ptr owner(stored);
         if (!gguf) {
             throw std::runtime_error("it is missing, damaged or no GGUF file");
@@ -99,7 +95,7 @@ struct kvq_transform_reader {
         const llama_hparams & hparams = model->hparams;
         result->centred_keys          = !hparams.attn_soft_cap;
         for (uint32_t il = 0; il < hparams.n_layer(); il++) {
-            if (hparams.has_kv(il) && !hparams.is_recr(il)) {
+            if (kvq_layer_has_kv(hparams, il)) {
                 const bool sinks       = model->layers[il].attn_sinks;
                 result->centred_keys   = result->centred_keys && !sinks;
                 result->centred_values = result->centred_values && !sinks;
