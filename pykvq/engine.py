@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pykvq.errors import InvalidArgumentError, StateError, UnsupportedModelError
+from pykvq.errors import InvalidArgumentError, StateError
 from pykvq.runtime import Buffer, Context, Model
 from pykvq.turn import Turn
 
@@ -24,7 +24,7 @@ _MAX_TOKEN = 2**31
 class Engine:
     """A context, the token ids that its sequence 0 holds, and the turn to use it.
 
-    ``n_ctx`` is how many tokens the sequence may hold; 0 for as many as there are cells.
+    ``n_ctx`` is how many tokens the sequence may hold.
 
     The methods must be called by whoever has the turn.
     """
@@ -32,8 +32,7 @@ class Engine:
     def __init__(self, model: Model, context: Context, n_ctx: int) -> None:
         self.model = model
         self.context = context
-        # llama.cpp rounds the cells up to 256; who asks for fewer tokens gets no more
-        self.n_ctx = min(n_ctx or context.info.n_ctx_seq, context.info.n_ctx_seq)
+        self.n_ctx = n_ctx
         self.turn = Turn()
         self.cache: PromptCache | None = None
         # appended to before a decode and corrected by sync() if that fails, so that no interrupt can leave it short
@@ -71,10 +70,7 @@ class Engine:
             The number of leading tokens that need no evaluation.
         """
         self.sync()
-        limit = min(len(self.tokens), len(tokens) - 1)
-        n_common = next((i for i in range(limit) if self.tokens[i] != tokens[i]), limit)
-        if n_common < len(self.tokens):
-            self._truncate(n_common)
+        self.truncate(min(common_prefix(self.tokens, tokens), len(tokens) - 1))
         return len(self.tokens)
 
     def truncate(self, n_keep: int) -> None:
@@ -85,20 +81,10 @@ class Engine:
     def _truncate(self, n_keep: int) -> None:
         """Removes all but the first n_keep tokens, or all tokens where the cache cannot do that."""
         self.has_logits = False
-        if n_keep > 0 and self._has_window_for(n_keep):
-            try:
-                self.context.kv_remove(n_keep)
-            except UnsupportedModelError:  # a recurrent state has no parts
-                self.reset()
-            else:
-                del self.tokens[n_keep:]
+        if self.context.kv_keep(n_keep):
+            del self.tokens[n_keep:]
         else:
             self.reset()
-
-    def _has_window_for(self, n_keep: int) -> bool:
-        """Whether a sliding-window cache still holds the window before position n_keep."""
-        n_swa = self.model.info.n_swa
-        return n_swa == 0 or self.context.pos_min() <= max(0, n_keep - n_swa)
 
     def evaluate(
         self, tokens: Sequence[int], on_piece: Callable[[int], None] | None = None, *, all_logits: bool = False
@@ -155,6 +141,12 @@ class Engine:
             self.context.load_state(before)
             raise StateError(f"the saved state lists {len(tokens)} tokens and holds {n_held}: nothing was changed")
         self.tokens = tokens
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Leading tokens that two lists have in common."""
+    limit = min(len(a), len(b))
+    return next((i for i in range(limit) if a[i] != b[i]), limit)
 
 
 def state_tokens(data: bytes) -> list[int]:

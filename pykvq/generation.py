@@ -10,9 +10,8 @@ from functools import partial
 import numpy as np
 
 from pykvq.answer import Answer, PromptLogprobs
-from pykvq.engine import Engine
+from pykvq.engine import Engine, common_prefix
 from pykvq.errors import InvalidArgumentError, StateError
-from pykvq.prompt_cache import common_prefix
 from pykvq.request import Piece, Request, Result
 from pykvq.token_choice import TokenChooser
 from pykvq.turn import TurnIterator

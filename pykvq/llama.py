@@ -12,10 +12,10 @@ import numpy as np
 from pykvq import peer_arguments, responses
 from pykvq.answer import log_softmax
 from pykvq.embedding import embed_texts
-from pykvq.engine import Engine
+from pykvq.engine import Engine, common_prefix
 from pykvq.errors import ContextFullError, InvalidArgumentError, LibraryError
 from pykvq.generation import Generation, sample_once, token_iterator
-from pykvq.prompt_cache import PromptCache, common_prefix
+from pykvq.prompt_cache import PromptCache
 from pykvq.request import Request, callables
 from pykvq.responses import Plan, Response
 from pykvq.runtime import Buffer, Context, FloatArray

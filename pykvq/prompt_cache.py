@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pykvq.engine import state_tokens
+from pykvq.engine import common_prefix, state_tokens
 from pykvq.errors import InvalidArgumentError, StateError
 
 _DEFAULT_CAPACITY = 2 << 30
@@ -116,12 +116,6 @@ class DiskCache(PromptCache):
                 path.unlink(missing_ok=True)
                 return []
         return self._tokens[path]
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Leading tokens that two lists have in common."""
-    limit = min(len(a), len(b))
-    return next((i for i in range(limit) if a[i] != b[i]), limit)
 
 
 # the names that llama-cpp-python gives them

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvq import native
-from pykvq.errors import CalibrationError, ClosedError, InvalidArgumentError, ModelFileError
+from pykvq.errors import CalibrationError, ClosedError, InvalidArgumentError, ModelFileError, UnsupportedModelError
 from pykvq.handles import (
     Closeable,
     FieldValue,
@@ -389,8 +389,24 @@ class Context(Closeable):
         with self._use() as context:
             native.check(lib.pykvq_kv_remove(context, seq, first_pos, -1))
 
+    def kv_keep(self, n_keep: int, seq: int = 0) -> bool:
+        """Keeps the first n_keep tokens of a sequence and removes the others, where the cache can do that.
+
+        Returns:
+            Whether it did. If not, nothing is changed: a sliding window no longer holds what is before them, or a
+            recurrent state has no parts.
+        """
+        n_swa = self.model.info.n_swa
+        if n_keep <= 0 or (n_swa and self.pos_min(seq) > max(0, n_keep - n_swa)):
+            return False
+        try:
+            self.kv_remove(n_keep, seq)
+        except UnsupportedModelError:
+            return False
+        return True
+
     def kv_copy(self, source: int, target: int) -> None:
-        """Makes sequence ``target``, which must be empty, a copy of sequence ``source``."""
+        """Adds what sequence ``source`` holds to ``target``, which must be empty unless all share one cache."""
         _, lib = native.load()
         with self._use() as context:
             native.check(lib.pykvq_kv_copy(context, source, target, -1, -1))

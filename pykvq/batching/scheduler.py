@@ -59,7 +59,7 @@ class Scheduler:
         self._model = model
         self._context = context
         self._n_batch = min(info.n_batch, info.n_ubatch)
-        self._slots = [Slot(model, context, seq) for seq in range(info.n_seq_max)]
+        self._slots = [Slot(context, seq) for seq in range(info.n_seq_max)]
         self._stats = SchedulerStats(n_slots=len(self._slots))
         self._can_copy = not (model.info.is_recurrent or model.info.is_hybrid)
         self._changed = threading.Condition()

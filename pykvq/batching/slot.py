@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pykvq.answer import Answer, PromptLogprobs
 from pykvq.batching.job import Job
-from pykvq.errors import UnsupportedModelError
+from pykvq.engine import common_prefix
 from pykvq.runtime import Context, Model
 from pykvq.token_choice import TokenChooser
 
@@ -39,12 +39,11 @@ class Slot:
         seq: its sequence id.
     """
 
-    def __init__(self, model: Model, context: Context, seq: int) -> None:
+    def __init__(self, context: Context, seq: int) -> None:
         self.seq = seq
         self.tokens: list[int] = []
         self.work: Work | None = None
         self.last_used = 0.0
-        self._model = model
         self._context = context
 
     @property
@@ -54,13 +53,12 @@ class Slot:
 
     def common_prefix(self, prompt: Sequence[int]) -> int:
         """Leading tokens of a prompt that this slot holds; never the last one, whose logits are needed."""
-        limit = min(len(self.tokens), len(prompt) - 1)
-        return next((i for i in range(limit) if self.tokens[i] != prompt[i]), limit)
+        return min(common_prefix(self.tokens, prompt), len(prompt) - 1)
 
     def truncate(self, n_keep: int) -> None:
         """Removes all but the first n_keep tokens, or all where the cache cannot do that."""
         n_held = self._context.pos_max(self.seq) + 1
-        if n_held == n_keep or (n_keep > 0 and self._remove_from(n_keep)):
+        if n_held == n_keep or self._context.kv_keep(n_keep, self.seq):
             del self.tokens[n_keep:]
         else:
             self._context.kv_remove(-1, self.seq)
@@ -70,26 +68,12 @@ class Slot:
         """Makes the KV cache agree with the token list after a decode that stopped half-way."""
         self.truncate(len(self.tokens))
 
-    def _remove_from(self, n_keep: int) -> bool:
-        if not self._has_window_for(n_keep):
-            return False
-        try:
-            self._context.kv_remove(n_keep, self.seq)
-        except UnsupportedModelError:  # a recurrent state has no parts
-            return False
-        return True
-
     def copy_prefix(self, source: Slot, n_tokens: int) -> None:
         """Takes over the first n_tokens of another slot."""
         self.truncate(0)
         self._context.kv_copy(source.seq, self.seq)
         self.tokens = list(source.tokens)
         self.truncate(n_tokens)
-
-    def _has_window_for(self, n_keep: int) -> bool:
-        """Whether a sliding-window cache still holds the window before position n_keep."""
-        n_swa = self._model.info.n_swa
-        return n_swa == 0 or self._context.pos_min(self.seq) <= max(0, n_keep - n_swa)
 
 
 def take_slot(slots: Sequence[Slot], prompt: Sequence[int], *, can_copy: bool) -> Slot | None:
