@@ -12,7 +12,7 @@ import typer
 
 from pykvq.cli.console import note, progress_bar, write
 from pykvq.cli.plot import new_plot, save_plot
-from pykvq.cli.program import new_app, run_program
+from pykvq.cli.program import run_program
 from pykvq.errors import InvalidArgumentError
 from pykvq.models import resolve
 from pykvq.units import size_text
@@ -62,9 +62,7 @@ def _command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    app = new_app()
-    app.command()(_command)
-    return run_program(PROGRAM, app, argv)
+    return run_program(PROGRAM, _command, argv)
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pykvq.cli.console import progress_bars, write
-from pykvq.cli.program import new_app, run_program
+from pykvq.cli.program import run_program
 from pykvq.cli.text_file import read_text
 
 PROGRAM = "pykvq-calibrate"
@@ -60,9 +60,7 @@ def _calibrate(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    app = new_app()
-    app.command()(_calibrate)
-    return run_program(PROGRAM, app, argv)
+    return run_program(PROGRAM, _calibrate, argv)
 
 
 if __name__ == "__main__":

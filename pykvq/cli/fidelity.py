@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from pykvq.cli.console import note, progress_bars, write
-from pykvq.cli.program import new_app, run_program
+from pykvq.cli.program import run_program
 from pykvq.cli.text_file import read_text
 from pykvq.errors import InvalidArgumentError
 from pykvq.kv_config import parse_kv_config
@@ -140,9 +140,7 @@ def _write_json(path: str, report: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    app = new_app()
-    app.command()(_fidelity)
-    return run_program(PROGRAM, app, argv)
+    return run_program(PROGRAM, _fidelity, argv)
 
 
 if __name__ == "__main__":

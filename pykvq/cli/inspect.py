@@ -13,7 +13,7 @@ import typer
 
 from pykvq.cli.console import note, write
 from pykvq.cli.plot import new_plot, save_plot
-from pykvq.cli.program import EXIT_FAILURE, new_app, run_program
+from pykvq.cli.program import EXIT_FAILURE, run_program
 from pykvq.errors import PykvqError
 from pykvq.model_file import KVFormatNeed, ModelFile, kv_curves, kv_formats, read_model_file
 from pykvq.models import resolve
@@ -64,9 +64,7 @@ def _command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    app = new_app()
-    app.command()(_command)
-    return run_program(PROGRAM, app, argv)
+    return run_program(PROGRAM, _command, argv)
 
 
 def _json_object(

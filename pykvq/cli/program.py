@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -21,12 +21,12 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def new_app(**settings: Any) -> typer.Typer:
-    """A typer application in the style of all programs."""
+    """A typer application in the style of all programs, for several commands."""
     return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
 
 
-def run_program(name: str, app: typer.Typer, argv: Sequence[str] | None) -> int:
-    """Runs a program whose commands return an exit code.
+def run_program(name: str, commands: typer.Typer | Callable[..., int], argv: Sequence[str] | None) -> int:
+    """Runs a program: an application, or the function of its only command. Commands return an exit code.
 
     Returns:
         0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C. Any failure is one line on stderr.
@@ -41,7 +41,7 @@ def run_program(name: str, app: typer.Typer, argv: Sequence[str] | None) -> int:
     try:
         if arguments == ["--version"]:
             return print_version(name)
-        command = typer.main.get_command(app)
+        command = typer.main.get_command(_application(commands))
         code: int | None = command.main(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
         return code or 0
@@ -54,6 +54,14 @@ def run_program(name: str, app: typer.Typer, argv: Sequence[str] | None) -> int:
         if "--verbose" in arguments:
             traceback.print_exc()
         return _report(name, error)
+
+
+def _application(commands: typer.Typer | Callable[..., int]) -> typer.Typer:
+    if isinstance(commands, typer.Typer):
+        return commands
+    app = new_app()
+    app.command()(commands)
+    return app
 
 
 def print_version(name: str) -> int:

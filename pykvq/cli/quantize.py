@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pykvq.cli.console import note, progress_bar
-from pykvq.cli.program import new_app, require, run_program
+from pykvq.cli.program import require, run_program
 from pykvq.errors import InvalidArgumentError, ModelFileError
 from pykvq.models import resolve
 from pykvq.quantize import make_imatrix, quantize
@@ -79,9 +79,7 @@ def _command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    app = new_app()
-    app.command()(_command)
-    return run_program(PROGRAM, app, argv)
+    return run_program(PROGRAM, _command, argv)
 
 
 def _read_text(path: Path) -> str:

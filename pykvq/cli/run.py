@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pykvq.cli.console import answer_summary, interruptible, note, progress_bar, progress_bars, rate, write
-from pykvq.cli.program import new_app, print_version, require, run_program
+from pykvq.cli.program import print_version, require, run_program
 from pykvq.errors import InvalidArgumentError
 from pykvq.kv_config import DEFAULT_PRESET, KV_TYPE_BITS, kv_presets, parse_kv_config
 
@@ -149,9 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Any failure is one line on stderr.
     """
-    app = new_app()
-    app.command()(_command)
-    return run_program(PROGRAM, app, argv)
+    return run_program(PROGRAM, _command, argv)
 
 
 def _run(options: Options) -> int:

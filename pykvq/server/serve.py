@@ -12,7 +12,7 @@ import typer
 
 from pykvq.batching.scheduler import DEFAULT_MAX_QUEUE
 from pykvq.cli.console import note, progress_bar
-from pykvq.cli.program import new_app, print_version, require, run_program
+from pykvq.cli.program import print_version, require, run_program
 from pykvq.errors import InvalidArgumentError, LibraryError
 from pykvq.kv_config import DEFAULT_PRESET, kv_presets, parse_kv_config
 from pykvq.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings, parse_models
@@ -182,9 +182,7 @@ def _is_loopback(host: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 1 for a failure, 2 for wrong usage."""
-    app = new_app()
-    app.command()(_serve)
-    return run_program(PROGRAM, app, argv)
+    return run_program(PROGRAM, _serve, argv)
 
 
 if __name__ == "__main__":
