@@ -8,7 +8,6 @@ that 131,072 of them take minutes; they are real tokens that went through every 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import statistics
 import time
@@ -16,14 +15,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 
 from pykvq.errors import InvalidArgumentError
+from pykvq.files import sha256_of
 from pykvq.kv_config import KVConfig, parse_kv_config
 from pykvq.runtime import Context, Model
+from pykvq.sample_text import sample_text
 
 BASELINE = "llama.cpp f16"
 _MAX_BATCH = 512
@@ -130,7 +130,7 @@ def _check(settings: BenchSettings) -> None:
 
 def _text_tokens(model: Model, n: int) -> list[int]:
     """Real text, as attention is not spread evenly over it; repeated as often as it takes."""
-    text = "\n\n".join(topics[name] for name in sorted(topics))[: 8 * n]
+    text = sample_text()[: 8 * n]
     tokens = model.tokenize(text.encode(), add_special=False, parse_special=False)
     return (tokens * (n // len(tokens) + 1))[:n]
 
@@ -260,16 +260,7 @@ def _add_ratios(rows: list[BenchRow]) -> None:
 
 
 def _identify(path: Path, description: str) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
-    return {"name": path.name, "description": description, "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _digest(file: Any) -> Any:  # Python 3.10
-    digest = hashlib.sha256()
-    for block in iter(lambda: file.read(1 << 20), b""):
-        digest.update(block)
-    return digest
+    return {"name": path.name, "description": description, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _read_bandwidth(n_threads: int) -> float:

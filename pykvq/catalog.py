@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pykvq.errors import DownloadError
+from pykvq.files import sha256_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -91,17 +92,9 @@ def is_cached(model: CatalogModel) -> bool:
     """Whether the file is there and undamaged; its hash is compared each time, at some 1 GB/s."""
     try:
         path = cached_path(model)
-        return path.stat().st_size == model.file_bytes and _sha256(path) == model.sha256
+        return path.stat().st_size == model.file_bytes and sha256_of(path) == model.sha256
     except OSError:
         return False
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def fetch(model: CatalogModel, progress: DownloadProgress | None = None) -> Path:

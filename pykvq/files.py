@@ -1,8 +1,9 @@
-"""Writing files so that nobody ever sees half of one."""
+"""Writing files so that nobody ever sees half of one, and telling whether one is what it should be."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -44,6 +45,15 @@ def written_at_once(path: Path) -> Iterator[Path]:
     with temporary_beside(path) as temporary:
         yield temporary
         os.replace(temporary, path)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def require_space(folder: Path, needed: int) -> None:

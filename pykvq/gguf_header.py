@@ -8,7 +8,6 @@ The format is described in the GGUF specification of the ggml project.
 from __future__ import annotations
 
 import os
-import re
 import stat
 import struct
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pykvq.errors import ModelFileError
+from pykvq.file_names import part_paths
 from pykvq.tensor_types import tensor_type
 
 MAX_KEYS = 1 << 16
@@ -24,7 +24,6 @@ MAX_TENSORS = 1 << 17
 MAX_NAME_BYTES = 1 << 16
 MAX_STRINGS = 1 << 21  # of one array; the largest vocabularies have some 300,000 tokens
 MAX_DIMS = 4
-MAX_PARTS = 1 << 12
 # longer values are skipped: nobody looks at them, and they could be as long as the file
 KEPT_STRING_BYTES = 1 << 20
 KEPT_ELEMENTS = 1 << 12
@@ -36,7 +35,6 @@ _WINDOW_BYTES = 1 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _ALIGNMENT = "general.alignment"
-_PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 Value = Any  # int, float, bool, str, list of these, or Skipped
 
@@ -99,22 +97,6 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise ModelFileError(f"cannot read {str(path)!r}: {error}") from error
     except OSError as error:
         raise ModelFileError(f"cannot read '{path}': {error.strerror or error}") from error
-
-
-def part_paths(path: str | os.PathLike[str]) -> list[Path]:
-    """All files of a split model, given any of them; the file itself for a model in one file.
-
-    Raises:
-        ModelFileError: the name tells an impossible number of parts.
-    """
-    path = Path(path)
-    match = _PART_NAME.match(path.name)
-    if match is None:
-        return [path]
-    number, count = int(match["number"]), int(match["count"])
-    if not 1 <= number <= count <= MAX_PARTS:
-        raise ModelFileError(f"'{path}' is named as part {number} of {count}: rename it, or fetch the model again")
-    return [path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 
 
 def read_headers(path: str | os.PathLike[str]) -> list[Header]:

@@ -21,17 +21,16 @@ from typing import Any, BinaryIO
 
 from pykvq.catalog import cache_dir
 from pykvq.errors import DownloadError, InvalidArgumentError
-from pykvq.gguf_header import part_paths
+from pykvq.file_names import model_stem, part_paths
+from pykvq.files import sha256_of
 
 Progress = Callable[[int, int], None]
 
 _REFERENCE = re.compile(r"(?:hf:)?(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+))?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
 # what to take from a repository when nobody says
 _PREFERRED = ("q4_k_m", "q4_0", "q5_k_m", "q8_0", "f16", "bf16")
 _LISTED = 12
-_BLOCK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 20
 
 
@@ -147,7 +146,7 @@ def choose(repository: Repository, wanted: str | None) -> list[HubFile]:
     for file in sorted(repository.files, key=lambda file: file.name):
         name = PurePosixPath(file.name)
         if name.suffix == ".gguf" and not name.name.startswith("mmproj"):
-            models.setdefault(_PART_SUFFIX.sub("", file.name.removesuffix(".gguf")), []).append(file)
+            models.setdefault(model_stem(file.name), []).append(file)
     if not models:
         raise DownloadError(
             f"{repository.repo} has no GGUF file: convert it with `pykvq-convert {repository.repo} OUT.gguf`"
@@ -318,14 +317,11 @@ def _fetch(repository: Repository, file: HubFile, folder: Path, on_size: Callabl
 def _verify(partial: Path, file: HubFile, repository: Repository) -> None:
     if file.sha256 is None:  # a small file that the hub keeps in git; its size was compared
         return
-    digest = hashlib.sha256()
-    with partial.open("rb") as source:
-        while block := source.read(_BLOCK_BYTES):
-            digest.update(block)
-    if digest.hexdigest() != file.sha256:
+    digest = sha256_of(partial)
+    if digest != file.sha256:
         partial.unlink()
         raise DownloadError(
-            f"{file.name} from {repository.repo} has sha256 {digest.hexdigest()}, the hub says {file.sha256}: it was "
+            f"{file.name} from {repository.repo} has sha256 {digest}, the hub says {file.sha256}: it was "
             "deleted; try again, or check the mirror that HF_ENDPOINT names"
         )
 

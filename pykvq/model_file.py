@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pykvq.errors import ModelFileError
-from pykvq.gguf_header import Header, TensorInfo, part_paths, read_headers
+from pykvq.file_names import calibration_path
+from pykvq.gguf_header import Header, TensorInfo, read_headers
 from pykvq.kv_config import kv_presets
 from pykvq.predict import Predictor
 
-_CALIBRATION_SUFFIX = ".kvq.gguf"
 # a context of so many tokens is long enough for its bytes a token to be those of the oldest tier
 _LONG_CONTEXT = 1 << 20
 # integers that every part of pykvq relies on, with the range that makes sense; keys of the architecture
@@ -195,7 +195,5 @@ def _by_type(tensors: list[TensorInfo]) -> dict[str, WeightType]:
 
 
 def _calibration(path: str | os.PathLike[str]) -> Path | None:
-    """The calibration beside a model: MODEL.kvq.gguf."""
-    first = part_paths(path)[0]
-    candidate = first.with_name(first.stem + _CALIBRATION_SUFFIX)
+    candidate = calibration_path(path)
     return candidate if candidate.is_file() else None

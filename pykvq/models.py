@@ -15,13 +15,12 @@ from pathlib import Path
 
 from pykvq import catalog, hub
 from pykvq.errors import InvalidArgumentError, ModelFileError
-from pykvq.gguf_header import part_paths
+from pykvq.file_names import is_model, model_stem, part_paths
 
 _FOLDERS_VARIABLE = "PYKVQ_MODELS_DIR"
 # a folder given by mistake (the root of a disk, say) must not be walked for minutes
 _MAX_DEPTH = 6
 _MAX_FOLDERS = 20_000
-_PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
 _HUB_FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<repo>[^/]+)$")
 
 
@@ -153,13 +152,8 @@ def _model_files(root: Path) -> Iterator[Path]:
         subfolders[:] = [] if depth >= _MAX_DEPTH else sorted(name for name in subfolders if not name.startswith("."))
         for file in sorted(files):
             path = Path(folder) / file
-            if _is_model(file) and part_paths(path)[0] == path:
+            if is_model(file) and part_paths(path)[0] == path:
                 yield path
-
-
-def _is_model(file: str) -> bool:
-    """Whether a file name is that of a model, not of a projector or of a calibration beside one."""
-    return file.endswith(".gguf") and not file.endswith(".kvq.gguf") and not file.startswith(("mmproj", "."))
 
 
 def _local_model(folder: Folder, path: Path) -> LocalModel:
@@ -176,7 +170,7 @@ def _local_model(folder: Folder, path: Path) -> LocalModel:
 def _name(folder: Folder, path: Path) -> str:
     """ORG/REPO:FILE where the layout tells them, else the file's name without its ending."""
     parts = path.relative_to(folder.path).parts
-    stem = _PART_SUFFIX.sub("", path.stem)
+    stem = model_stem(path.name)
     match = _HUB_FOLDER.match(parts[0])
     if match and len(parts) > 3:  # models--ORG--REPO/snapshots/REVISION/FILE
         return f"{match['org']}/{match['repo']}:{stem}"

@@ -11,11 +11,11 @@ import numpy as np
 from pykvq.calibration import file
 from pykvq.calibration.file import CalibrationInfo, model_hash
 from pykvq.calibration.moments import TEXT_TOKENS, LayerMoments, collect_moments
-from pykvq.calibration.text import default_text_pieces
 from pykvq.calibration.transforms import BLOCK, layer_transform
 from pykvq.calibration.weights import output_grams
 from pykvq.errors import CalibrationError, InvalidArgumentError
 from pykvq.runtime import Model
+from pykvq.sample_text import sample_text, spread_starts
 
 __all__ = ["DEFAULT_POSITIONS", "DEFAULT_TOKENS", "CalibrationInfo", "calibrate", "find", "model_hash"]
 
@@ -111,20 +111,12 @@ def _calibration_tokens(model: Model, text: str | None, n_tokens: int) -> list[i
     n_pieces = n_tokens // TEXT_TOKENS
     if n_pieces == 0:
         raise InvalidArgumentError(f"a calibration needs {TEXT_TOKENS} tokens at least, got n_tokens={n_tokens}")
-    if text is None:
-        pieces = [_tokenize(model, piece) for piece in default_text_pieces(n_pieces)]
-    else:
-        ids = _tokenize(model, text)
-        if len(ids) < TEXT_TOKENS:
-            raise InvalidArgumentError(f"the text has {len(ids)} tokens: a calibration needs {TEXT_TOKENS} at least")
-        n_pieces = min(n_pieces, len(ids) // TEXT_TOKENS)
-        step = (len(ids) - TEXT_TOKENS) // max(1, n_pieces - 1)
-        pieces = [ids[i * step :] for i in range(n_pieces)]
-    return [token for piece in pieces for token in piece[:TEXT_TOKENS]]
-
-
-def _tokenize(model: Model, text: str) -> list[int]:
-    return model.tokenize(text.encode("utf-8", "replace"), add_special=True, parse_special=False)
+    text = sample_text() if text is None else text
+    ids = model.tokenize(text.encode("utf-8", "replace"), add_special=True, parse_special=False)
+    if len(ids) < TEXT_TOKENS:
+        raise InvalidArgumentError(f"the text has {len(ids)} tokens: a calibration needs {TEXT_TOKENS} at least")
+    starts = spread_starts(len(ids), TEXT_TOKENS, min(n_pieces, len(ids) // TEXT_TOKENS))
+    return [token for start in starts for token in ids[start : start + TEXT_TOKENS]]
 
 
 def _check_finite(moments: list[LayerMoments], model_path: str | os.PathLike[str]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,10 @@ import numpy as np
 
 from pykvq.calibration.transforms import LayerTransform
 from pykvq.catalog import cache_dir
-from pykvq.errors import CalibrationError
+from pykvq.errors import CalibrationError, ModelFileError
+from pykvq.file_names import CALIBRATION_SUFFIX, calibration_path
+from pykvq.files import written_at_once
 
-SUFFIX = ".kvq.gguf"
 FORMAT = 1
 # what is hashed of a model file: its start, where the metadata is, its size, and windows spread over the weights
 _HASH_HEAD = 1 << 20
@@ -61,8 +60,7 @@ def model_hash(path: str | os.PathLike[str]) -> str:
 
 def candidates(model_path: str | os.PathLike[str], hash_: str) -> list[Path]:
     """Where a model's calibration may be: beside it, and in the user's cache folder."""
-    beside = Path(os.fspath(model_path).removesuffix(".gguf") + SUFFIX)
-    return [beside, cache_dir() / "calibrations" / (hash_[:32] + SUFFIX)]
+    return [calibration_path(model_path), cache_dir() / "calibrations" / (hash_[:32] + CALIBRATION_SUFFIX)]
 
 
 def read_info(path: Path, expected_hash: str | None = None) -> CalibrationInfo:
@@ -115,27 +113,13 @@ def write(paths: Sequence[Path], layers: Sequence[LayerTransform], header: Mappi
     reasons = []
     for path in paths:
         try:
-            with _replacing(path) as temporary:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with written_at_once(path) as temporary:
                 _write(temporary, layers, header)
             return path
-        except OSError as error:
-            reasons.append(f"{path}: {error.strerror or error}")
+        except (OSError, ModelFileError) as error:
+            reasons.append(str(error))
     raise CalibrationError(f"cannot write the calibration ({'; '.join(reasons)}): give a path with --output")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that replaces ``path`` when the block ends without an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
-    os.close(handle)
-    try:
-        yield Path(name)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _write(path: Path, layers: Sequence[LayerTransform], header: Mapping[str, str | int | bool]) -> None:

@@ -59,8 +59,7 @@ def collect_moments(
     ffi, lib = native.load()
     values = {"n_threads": n_threads, "n_threads_batch": n_threads, "kv_unified": True}
     params, keep_alive = context_params(parse_kv_config("f16"), values)
-    guard = ProgressGuard(progress or (lambda _done: True))
-    guard_handle = ffi.new_handle(guard)
+    guard = ProgressGuard(progress)
     out = ffi.new("pykvq_moments **")
     with model.use() as pointer:
         status = lib.pykvq_moments_collect(
@@ -71,14 +70,11 @@ def collect_moments(
             TEXT_TOKENS,
             step,
             DEFAULT_SINKS,
-            lib.pykvq_py_progress,
-            guard_handle,
+            *guard.arguments(),
             out,
         )
     del keep_alive
-    if guard.error is not None:
-        raise guard.error
-    native.check(status)
+    guard.check(status)
     try:
         return [_read_layer(out[0], i) for i in range(lib.pykvq_moments_layer_count(out[0]))]
     finally:

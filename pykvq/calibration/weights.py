@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-from pathlib import Path
 
 import gguf
 import numpy as np
 
 from pykvq.calibration.moments import Array, LayerMoments
-
-_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+from pykvq.file_names import part_paths
 
 
 def output_grams(model_path: str | os.PathLike[str], layers: list[LayerMoments]) -> dict[int, Array]:
@@ -21,7 +18,7 @@ def output_grams(model_path: str | os.PathLike[str], layers: list[LayerMoments])
     """
     by_name = {f"blk.{layer.layer}.attn_output.weight": layer for layer in layers}
     result: dict[int, Array] = {}
-    for path in _shards(Path(model_path)):
+    for path in part_paths(model_path):
         for tensor in gguf.GGUFReader(path).tensors:
             layer = by_name.get(tensor.name)
             if layer is None:
@@ -35,11 +32,3 @@ def output_grams(model_path: str | os.PathLike[str], layers: list[LayerMoments])
             rows = heads.transpose(1, 0, 2, 3).reshape(n_head, -1, dim_v)
             result[layer.layer] = (rows.transpose(0, 2, 1) @ rows).astype(np.float64) / heads.shape[2]
     return result
-
-
-def _shards(path: Path) -> list[Path]:
-    match = _SHARD.search(path.name)
-    if match is None:
-        return [path]
-    stem = path.name[: match.start()]
-    return [path.with_name(f"{stem}-{i:05}-of-{match[2]}.gguf") for i in range(1, int(match[2]) + 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from pykvq.cli.console import note, progress_bar, write
 from pykvq.cli.plot import new_plot, save_plot
 from pykvq.cli.program import run_program
+from pykvq.cli.text_file import write_json
 from pykvq.errors import InvalidArgumentError
 from pykvq.models import resolve
 from pykvq.units import size_text
@@ -44,17 +44,14 @@ def _command(
         n_repeat=repeat,
         n_threads=threads,
     )
-    figure = new_plot() if plot is not None else None  # missing matplotlib is told before the work
+    figure = new_plot(plot) if plot is not None else None
     with progress_bar("measuring") as report:
         result = bench(resolve(model), settings, progress=lambda share, _step: report(share, 1.0))
     write("".join(f"{line}\n" for line in table(result)))
     if as_json is not None:
-        try:
-            as_json.write_text(json.dumps(result, indent=2) + "\n")
-        except OSError as error:
-            raise InvalidArgumentError(f"cannot write {as_json}: {error}") from error
+        write_json(as_json, result)
     if figure is not None and plot is not None:
-        _draw(result, *figure)
+        _draw(result, figure[1])
         save_plot(figure[0], plot)
         note(f"drew {plot}")
     return 0
@@ -90,7 +87,7 @@ def table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _draw(result: dict[str, Any], _figure: Any, axes: Any) -> None:
+def _draw(result: dict[str, Any], axes: Any) -> None:
     for name in dict.fromkeys(row["kv"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["kv"] == name]
         axes.plot([row["depth"] for row in rows], [row["decode_tps"] for row in rows], marker="o", label=name)

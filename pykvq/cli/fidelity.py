@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from pykvq.cli.console import note, progress_bars, write
+from pykvq.cli.plot import new_plot, save_plot
 from pykvq.cli.program import run_program
-from pykvq.cli.text_file import read_text
+from pykvq.cli.text_file import read_text, write_json
 from pykvq.errors import InvalidArgumentError
 from pykvq.kv_config import parse_kv_config
+from pykvq.sample_text import sample_text
 
 PROGRAM = "pykvq-fidelity"
 _DEFAULT_KV = "f16,q8_0,q4_0,ultra4,ultra2"
@@ -46,9 +47,9 @@ def _fidelity(
     calibration: Annotated[
         str | None, typer.Option("--calibration", metavar="FILE|never", help="[default: the model's own]")
     ] = None,
-    json_path: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
     plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw KLD against bits (needs matplotlib).")
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw KLD against bits (needs matplotlib).")
     ] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", help="Threads. [default: the physical cores]")
@@ -64,10 +65,9 @@ def _fidelity(
     content = None if text is None else read_text(text)
     from pykvq.quality import fidelity
     from pykvq.quality import needle as find_needle
-    from pykvq.quality.report import check_plot, draw_plot, format_needles, format_table
+    from pykvq.quality.report import format_needles, format_table
 
-    if plot is not None:
-        check_plot(plot)
+    figure = new_plot(plot) if plot is not None else None
     with progress_bars("calibrating", "comparing", "searching") as (show_calibration, show, show_search):
         report = fidelity(
             model,
@@ -85,7 +85,7 @@ def _fidelity(
             report["needle"] = find_needle(
                 model,
                 formats,
-                text=content or default_text(),
+                text=content or sample_text(),
                 lengths=lengths,
                 calibrate=calibration,
                 n_threads=threads,
@@ -96,17 +96,11 @@ def _fidelity(
         write("\n" + format_needles(report["needle"]) + "\n")
     _warn(report)
     if json_path is not None:
-        _write_json(json_path, report)
-    if plot is not None:
-        draw_plot(report, plot)
+        write_json(json_path, report)
+    if figure is not None and plot is not None:
+        _draw(report, figure[1])
+        save_plot(figure[0], plot)
     return 0
-
-
-def default_text() -> str:
-    """Python's help topics."""
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics.values())
 
 
 def _parse_lengths(value: str | None) -> list[int]:
@@ -131,11 +125,17 @@ def _warn(report: dict[str, Any]) -> None:
             )
 
 
-def _write_json(path: str, report: dict[str, Any]) -> None:
-    try:
-        Path(path).write_text(json.dumps(report, indent=2, allow_nan=True) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot write '{path}': {error.strerror or error}") from error
+def _draw(report: dict[str, Any], axes: Any) -> None:
+    """Mean KLD against bits per element, one point a format."""
+    for row in report["presets"]:
+        if row["kld_mean"] > 0:
+            point = (row["bits_per_element"], row["kld_mean"])
+            axes.plot(*point, "o", color="tab:blue" if row["calibrated"] else "tab:gray")
+            axes.annotate(row["name"], point, xytext=(6, 4), textcoords="offset points")
+    bits = f"bits an element of K and V, all-in, {report['settings']['n_ctx']} tokens"
+    axes.set(xlabel=bits, ylabel="mean KLD against F16, nats", title=report["model"])
+    axes.set_yscale("log")
+    axes.grid(visible=True, which="both", alpha=0.3)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

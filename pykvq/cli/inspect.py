@@ -130,7 +130,7 @@ def _format_lines(facts: ModelFile, formats: dict[str, KVFormatNeed], budget: in
 def _draw(facts: ModelFile, path: Path, target: Path) -> None:
     limit = facts.context_length or 4096
     contexts = sorted({max(256, limit * i // (_PLOT_POINTS - 1)) for i in range(_PLOT_POINTS)})
-    figure, axes = new_plot()
+    figure, axes = new_plot(target)
     for name, n_bytes in kv_curves(path, contexts).items():
         axes.plot(contexts, [value / 2**20 for value in n_bytes], label=name)
     axes.set(xlabel="context (tokens)", ylabel="KV cache (MiB)", title=facts.name or path.name)

@@ -8,12 +8,14 @@ from typing import Any
 from pykvq.errors import InvalidArgumentError
 
 
-def new_plot() -> tuple[Any, Any]:
-    """A matplotlib figure and its axes.
+def new_plot(target: Path) -> tuple[Any, Any]:
+    """A matplotlib figure and its axes, to be made before the work whose result is drawn.
 
     Raises:
-        InvalidArgumentError: matplotlib is not installed.
+        InvalidArgumentError: matplotlib is not installed, or ``target`` could not be written.
     """
+    if not target.absolute().parent.is_dir():
+        raise InvalidArgumentError(f"cannot draw {target}: its folder does not exist")
     try:
         import matplotlib
 
@@ -32,6 +34,6 @@ def save_plot(figure: Any, target: Path) -> None:
         InvalidArgumentError: no such format, or the file cannot be written.
     """
     try:
-        figure.savefig(target)
+        figure.savefig(target, dpi=150)
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"cannot draw {target}: {error}") from error

@@ -1,6 +1,10 @@
-"""Reading a text that the command line names."""
+"""Reading and writing the text files that a command line names."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 from pykvq.errors import InvalidArgumentError
 
@@ -16,3 +20,15 @@ def read_text(path: str) -> str:
             return file.read()
     except OSError as error:
         raise InvalidArgumentError(f"cannot read the text '{path}': {error.strerror or error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a value as indented JSON.
+
+    Raises:
+        InvalidArgumentError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot write '{path}': {error.strerror or error}") from error

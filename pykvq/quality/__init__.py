@@ -20,6 +20,7 @@ from pykvq.quality.float_weights import write_float_copy
 from pykvq.quality.metrics import METRICS_VERSION
 from pykvq.quality.needle import needle
 from pykvq.runtime import Model
+from pykvq.sample_text import sample_text
 
 __all__ = ["DEFAULT_FORMATS", "fidelity", "needle"]
 
@@ -58,9 +59,8 @@ def fidelity(
     Returns:
         model, settings, versions, and presets: a dict for each format with name, tiers, bits_per_element (all-in, of
         n_ctx tokens), kv_bytes, kld_mean (nats; kld_sem its standard error, tokens taken as independent), kld_median,
-        kld_p99,
-        kld_p999, same_top (share of tokens whose likeliest successor is the same), ppl, ppl_change (relative to F16)
-        and ppl_change_error (its standard error), nonfinite (share of logits).
+        kld_p99, kld_p999, same_top (share of tokens whose likeliest successor is the same), ppl, ppl_change (relative
+        to F16) and ppl_change_error (its standard error), nonfinite (share of logits).
 
     Raises:
         InvalidArgumentError: an unknown format, or a text shorter than one chunk. ModelFileError, CalibrationError, ...
@@ -71,10 +71,7 @@ def fidelity(
             f"nothing to compare: {len(configs)} formats, {n_chunks} chunks of {n_ctx} tokens "
             f"(give at least 1, 1 and {4 * SKIPPED_SHARE})"
         )
-    if text is None:
-        from pydoc_data.topics import topics
-
-        text = "\n".join(topics.values())
+    text = sample_text() if text is None else text
     with tempfile.TemporaryDirectory(prefix="pykvq-") as folder:
         with Model(model_path) as model:
             tokens = model.tokenize(text.encode("utf-8", "replace"), add_special=True, parse_special=False)

@@ -1,9 +1,8 @@
 """Runs a reference and candidate KV formats over the same text side by side and compares what they predict.
 
 All contexts get the same tokens in the same batches, so that a token is as old when it is read as it is in generation.
-The
-reference keeps its cache in F16 tiers: it takes the same path through the attention kernel as the tiered candidates,
-and what differs is the cache.
+The reference keeps its cache in F16 tiers: it takes the same path through the attention kernel as the tiered
+candidates, and what differs is the cache.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pykvq.errors import InvalidArgumentError
 from pykvq.kv_config import KVConfig, parse_kv_config
 from pykvq.quality.metrics import Divergence, Logits, log_softmax
 from pykvq.runtime import Context, Model
+from pykvq.sample_text import spread_starts
 
 REFERENCE = "f16:128+f16"
 # the part of each text whose predictions are not compared: it has little or no compressed past
@@ -54,9 +54,8 @@ def split_text(tokens: Sequence[int], n_ctx: int, n_chunks: int) -> list[npt.NDA
         raise InvalidArgumentError(
             f"the text has {len(tokens)} tokens and one chunk takes {n_ctx}: give a longer text, or a smaller --ctx"
         )
-    n_chunks = min(n_chunks, len(tokens) // n_ctx)
-    step = (len(tokens) - n_ctx) // max(1, n_chunks - 1)
-    return [np.asarray(tokens[i * step : i * step + n_ctx], dtype=np.int32) for i in range(n_chunks)]
+    starts = spread_starts(len(tokens), n_ctx, min(n_chunks, len(tokens) // n_ctx))
+    return [np.asarray(tokens[start : start + n_ctx], dtype=np.int32) for start in starts]
 
 
 def compare(

@@ -1,11 +1,8 @@
-"""Reports of a comparison: a table, and a plot of KLD against bits."""
+"""Reports of a comparison as tables."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-from pykvq.errors import InvalidArgumentError
 
 _MIB = 1024 * 1024
 _COLUMNS = ("KV format", "bits", "KV MiB", "KLD mean", "±", "median", "99 %", "99.9 %", "same top", "PPL", "PPL change")
@@ -63,38 +60,3 @@ def _table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )
-
-
-def check_plot(path: str) -> None:
-    """Raises InvalidArgumentError if a plot could not be written to ``path``: better before the work than after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InvalidArgumentError("--plot needs matplotlib: pip install 'pykvq[tools]'") from error
-    if not Path(path).absolute().parent.is_dir():
-        raise InvalidArgumentError(f"cannot write '{path}': its folder does not exist")
-
-
-def draw_plot(report: dict[str, Any], path: str) -> None:
-    """Writes a plot of mean KLD against bits per element, one point a format."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for row in report["presets"]:
-        if row["kld_mean"] > 0:
-            axes.plot(
-                row["bits_per_element"], row["kld_mean"], "o", color="tab:blue" if row["calibrated"] else "tab:gray"
-            )
-            axes.annotate(
-                row["name"], (row["bits_per_element"], row["kld_mean"]), xytext=(6, 4), textcoords="offset points"
-            )
-    axes.set_yscale("log")
-    axes.set_xlabel(f"bits an element of K and V, all-in, {report['settings']['n_ctx']} tokens")
-    axes.set_ylabel("mean KLD against F16, nats")
-    axes.set_title(report["model"])
-    axes.grid(visible=True, which="both", alpha=0.3)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"cannot write the plot '{path}': {error}") from error

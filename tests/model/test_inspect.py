@@ -11,7 +11,7 @@ from tiny_models import TinyModel
 
 from pykvq import Llama, ModelFileError, kv_presets, predict_kv
 from pykvq.cli import inspect
-from pykvq.gguf_header import part_paths
+from pykvq.file_names import part_paths
 from pykvq.model_file import read_model_file
 
 TINY = TinyModel(n_layer=3)
