@@ -19,13 +19,13 @@
         .nrows        = 1, \
     }, \
     [GGML_TYPE_Q4_VES] = { \
-        .from_float   = (ggml_from_float_t) kvq_quantize_row_q4_ves_ref, \
+        .from_float   = kvq_quantize_row_q4_ves, \
         .vec_dot      = kvq_vec_dot_q4_ves_q8_0, \
         .vec_dot_type = GGML_TYPE_Q8_0, \
         .nrows        = 1, \
     }, \
     [GGML_TYPE_Q2_TS] = { \
-        .from_float   = (ggml_from_float_t) kvq_quantize_row_q2_ts_ref, \
+        .from_float   = kvq_quantize_row_q2_ts, \
         .vec_dot      = kvq_vec_dot_q2_ts_q8_0, \
         .vec_dot_type = GGML_TYPE_Q8_0, \
         .nrows        = 1, \

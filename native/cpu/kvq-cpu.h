@@ -16,6 +16,8 @@ extern "C" {
 // k values, a multiple of KVQ_BLOCK, to blocks of a KV type: the bytes of the reference encoders (kvq-quants.h), faster.
 void kvq_quantize_row_q4_ve(const float * x, void * y, int64_t k);
 void kvq_quantize_row_q2_t(const float * x, void * y, int64_t k);
+void kvq_quantize_row_q4_ves(const float * x, void * y, int64_t k);
+void kvq_quantize_row_q2_ts(const float * x, void * y, int64_t k);
 
 // *s = <x, y> over n values, x in a KV type, y in q8_0 (two of its blocks a KV block). The signature is ggml_vec_dot_t;
 // the strides and nrc are unused, nrc must be 1.

@@ -27,6 +27,14 @@ static const kvq_codebook kvq_codebook_4 = {
     2, { 38, 127 }, { 82.5f }, 0.30f, 0.05f, 15,
 };
 
+// The spectral types: scales tried are the root mean square of the block over the codebook's standard deviation, times
+// these ratios.
+#define KVQ_DEVIATION_16 46.5f
+#define KVQ_DEVIATION_4 84.0f
+#define KVQ_SPECTRAL_RATIO_MIN 0.6f
+#define KVQ_SPECTRAL_RATIO_STEP 0.1f
+#define KVQ_SPECTRAL_N_RATIOS 13
+
 static inline float kvq_add_partial_sums(const float sums[16]) {
     float s[8];
     for (int i = 0; i < 8; i++) {

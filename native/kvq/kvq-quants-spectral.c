@@ -7,11 +7,6 @@
 #include <math.h>
 #include <string.h>
 
-// scales tried: the root mean square of the block over that of the codebook, times 0.6 to 1.8
-#define KVQ_RATIO_MIN 0.6f
-#define KVQ_RATIO_STEP 0.1f
-#define KVQ_N_RATIOS 13
-
 static const int8_t kvq_levels_16[16] = { KVQ_CODEBOOK_Q4_VE };
 static const int8_t kvq_levels_4[4]   = { KVQ_CODEBOOK_Q2_T };
 
@@ -21,11 +16,11 @@ typedef struct {
     int n_strong_levels;
     const int8_t * levels;
     int n_levels;
-    float unit;  // the codebook's standard deviation, for the others
+    float unit;  // the standard deviation of the others' codebook
 } kvq_spectral;
 
-static const kvq_spectral kvq_spectral_4 = { NULL, 64, kvq_levels_16, 16, 46.5f };
-static const kvq_spectral kvq_spectral_2 = { kvq_levels_16, 16, kvq_levels_4, 4, 84.0f };
+static const kvq_spectral kvq_spectral_4 = { NULL, 64, kvq_levels_16, 16, KVQ_DEVIATION_16 };
+static const kvq_spectral kvq_spectral_2 = { kvq_levels_16, 16, kvq_levels_4, 4, KVQ_DEVIATION_4 };
 
 static int kvq_nearest_step(float x) {
     return (int) fminf(fmaxf(floorf((x + 94.0f) * (1.0f / 3.0f) + 0.5f), 0.0f), 63.0f);
@@ -56,33 +51,35 @@ static float kvq_spectral_level(const kvq_spectral * type, int i, int code) {
 
 // Mean square with the strong values brought to the deviation of the others; NaN if a value is not finite.
 static float kvq_spectral_mean_square(const float * x) {
-    float sum = 0.0f;
+    float sums[16] = { 0 };
     for (int i = 0; i < KVQ_BLOCK; i++) {
         if (!isfinite(x[i])) {
             return NAN;
         }
         const float unit = i < KVQ_STRONG ? x[i] * (1.0f / KVQ_STRONG_DEVIATION) : x[i];
-        sum += unit * unit;
+        sums[i % 16] += unit * unit;
     }
-    return sum / KVQ_BLOCK;
+    return kvq_add_partial_sums(sums) / KVQ_BLOCK;
 }
 
 // For given codes the best scale is <x,s>/<s,s> and the error it leaves falls with <x,s>^2/<s,s>, both weighted. x is
-// normalised; so is the result.
+// normalised; so is the result. Sixteen partial sums, so that a vectorised encoder adds in the same order.
 static float kvq_spectral_search(const kvq_spectral * type, const float * x) {
     float best       = 0.0f;
     float best_score = -1.0f;
-    for (int r = 0; r < KVQ_N_RATIOS; r++) {
-        const float inverse = type->unit / (KVQ_RATIO_MIN + (float) r * KVQ_RATIO_STEP);
-        float sum_xs        = 0.0f;
-        float sum_ss        = 0.0f;
+    for (int r = 0; r < KVQ_SPECTRAL_N_RATIOS; r++) {
+        const float inverse = type->unit / (KVQ_SPECTRAL_RATIO_MIN + (float) r * KVQ_SPECTRAL_RATIO_STEP);
+        float xs[16]        = { 0 };
+        float ss[16]        = { 0 };
         for (int i = 0; i < KVQ_BLOCK; i++) {
-            const float level  = kvq_spectral_level(type, i, kvq_spectral_code(type, i, x[i] * inverse));
-            const float weight = i < KVQ_STRONG ? KVQ_STRONG_WEIGHT : 1.0f;
-            sum_xs += weight * x[i] * level;
-            sum_ss += weight * level * level;
+            const float level    = kvq_spectral_level(type, i, kvq_spectral_code(type, i, x[i] * inverse));
+            const float weighted = i < KVQ_STRONG ? KVQ_STRONG_WEIGHT * level : level;
+            xs[i % 16] += x[i] * weighted;
+            ss[i % 16] += level * weighted;
         }
-        const float score = sum_xs > 0.0f ? sum_xs * sum_xs / sum_ss : 0.0f;
+        const float sum_xs = kvq_add_partial_sums(xs);
+        const float sum_ss = kvq_add_partial_sums(ss);
+        const float score  = sum_xs > 0.0f ? sum_xs * sum_xs / sum_ss : 0.0f;
         if (score > best_score) {
             best_score = score;
             best       = sum_xs / sum_ss;
