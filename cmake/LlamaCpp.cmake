@@ -37,6 +37,9 @@ foreach(off LLAMA_BUILD_COMMON LLAMA_BUILD_TESTS LLAMA_BUILD_TOOLS LLAMA_BUILD_E
             LLAMA_OPENSSL LLAMA_ALL_WARNINGS GGML_BUILD_TESTS GGML_BUILD_EXAMPLES GGML_CCACHE)
     set(${off} OFF CACHE BOOL "" FORCE)
 endforeach()
+# OpenMP shares its threads out among all threads of a process that compute: with more of them than cores its barriers
+# sleep, and a token takes five times as long. A context has threads of its own (native/api/pykvq-threads.h).
+set(GGML_OPENMP OFF CACHE BOOL "" FORCE)
 if(PYKVQ_PORTABLE)
     set(GGML_NATIVE OFF CACHE BOOL "" FORCE)
     set(GGML_BACKEND_DL ON CACHE BOOL "" FORCE)

@@ -258,6 +258,19 @@ void throw_decode_error(pykvq_context * context, int32_t result, int32_t n_token
     }
 }
 
+int32_t decode(pykvq_context * context, const llama_batch & batch) {
+    if (context->broken) {
+        pykvq_throw(PYKVQ_STATUS_INTERNAL, "a check failed in this context before: close it and make another");
+    }
+    try {
+        return llama_decode(context->ctx, batch);
+    } catch (const pykvq_error &) {
+        context->broken = true;
+        context->threads.release();  // the others may wait for this one at a barrier, for ever
+        throw;
+    }
+}
+
 // The batch position behind i (-1 counts from the end), or -1 if no output was asked for there.
 int32_t output_position(const pykvq_context * context, int32_t i) {
     const auto & outputs = context->last_outputs;
@@ -331,7 +344,9 @@ std::unique_ptr<pykvq_context> pykvq_context_make(pykvq_model * model, const pyk
         result->layout += ", calibration " + calibration_id(params.calibration);
         result->calibration_bytes = (int64_t) transform->n_bytes();
     }
-    result->ctx = init_context(model, plan, transform);
+    result->ctx     = init_context(model, plan, transform);
+    result->threads = pykvq_threads_make(std::max(plan.params.n_threads, plan.params.n_threads_batch));
+    llama_attach_threadpool(result->ctx, result->threads.get(), nullptr);
     llama_set_abort_callback(result->ctx, on_abort_query, result.get());
     return result;
 }
@@ -476,7 +491,7 @@ pykvq_status pykvq_decode(pykvq_context * context, const int32_t * tokens, const
 
         context->last_outputs.clear();  // of no use any more, even if the decode fails
         const pykvq_stop_scope scope(context->abort);
-        const int32_t result = llama_decode(context->ctx, batch);
+        const int32_t result = decode(context, batch);
         if (result != 0) {
             throw_decode_error(context, result, n_tokens);
         }

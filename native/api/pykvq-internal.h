@@ -3,6 +3,7 @@
 #pragma once
 
 #include "llama.h"
+#include "pykvq-threads.h"
 #include "pykvq.h"
 
 #include <atomic>
@@ -64,6 +65,7 @@ void pykvq_require_tokens(const pykvq_model * model, const int32_t * tokens, int
 struct pykvq_context {
     pykvq_model * model = nullptr;
     llama_context * ctx = nullptr;
+    pykvq_threads_ptr threads;
     std::string layout;                // the KV types and tiers, in words
     int64_t calibration_bytes = 0;     // of the transforms in memory
     std::vector<int8_t> last_outputs;  // want_logits of the last batch
@@ -73,6 +75,7 @@ struct pykvq_context {
     std::vector<llama_adapter_lora *> loras;  // owned by the model
     std::vector<float> lora_scales;
     std::atomic<bool> abort{ false };
+    bool broken             = false;  // a check failed while it computed
     pykvq_abort_fn abort_fn = nullptr;
     void * abort_data       = nullptr;
 
