@@ -89,6 +89,7 @@ std::unique_ptr<pykvq_context> pykvq_context_make(pykvq_model * model, const pyk
 
 struct pykvq_sampler {
     llama_sampler * chain = nullptr;
+    bool only_greedy      = false;  // the chain takes the largest logit, whatever was drawn before
     std::vector<llama_token_data> candidates;
 
     ~pykvq_sampler() { llama_sampler_free(chain); }

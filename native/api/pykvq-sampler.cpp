@@ -1,6 +1,7 @@
 #include "pykvq-guard.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 
 namespace {
@@ -92,19 +93,39 @@ void build_chain(llama_sampler * chain, const pykvq_model * model, const pykvq_s
     add(llama_sampler_init_dist(params.seed));
 }
 
+// Loops that a compiler vectorises: they read the whole vocabulary for each token.
+void require_choice(const float * logits, int32_t n_vocab) {
+    int32_t n_nan    = 0;
+    int32_t n_finite = 0;
+    for (int32_t id = 0; id < n_vocab; ++id) {
+        n_nan += logits[id] != logits[id];
+        n_finite += std::fabs(logits[id]) <= FLT_MAX;
+    }
+    if (n_nan > 0) {
+        pykvq_throw(PYKVQ_STATUS_INTERNAL,
+                    "the model's logits are not a number: its weights or its KV type are broken for this input");
+    }
+    if (n_finite == 0) {
+        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "no token is left to choose from: every logit is infinite");
+    }
+}
+
+int32_t index_of_largest(const float * logits, int32_t n_vocab) {
+    float largest = -INFINITY;
+    for (int32_t id = 0; id < n_vocab; ++id) {
+        largest = std::max(largest, logits[id]);
+    }
+    return (int32_t) (std::find(logits, logits + n_vocab, largest) - logits);
+}
+
 int32_t draw(pykvq_sampler * sampler, const float * logits, int32_t n_vocab) {
-    bool any_finite = false;
+    require_choice(logits, n_vocab);
+    if (sampler->only_greedy) {
+        return index_of_largest(logits, n_vocab);
+    }
     sampler->candidates.resize((size_t) n_vocab);
     for (int32_t id = 0; id < n_vocab; ++id) {
-        any_finite = any_finite || std::isfinite(logits[id]);
-        if (std::isnan(logits[id])) {
-            pykvq_throw(PYKVQ_STATUS_INTERNAL,
-                        "the model's logits are not a number: its weights or its KV type are broken for this input");
-        }
         sampler->candidates[(size_t) id] = { id, logits[id], 0.0f };
-    }
-    if (!any_finite) {
-        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "no token is left to choose from: every logit is infinite");
     }
     llama_token_data_array array = { sampler->candidates.data(), sampler->candidates.size(), -1, false };
     llama_sampler_apply(sampler->chain, &array);
@@ -144,6 +165,9 @@ pykvq_status pykvq_sampler_create(const pykvq_model * model, const pykvq_sampler
         auto result   = std::make_unique<pykvq_sampler>();
         result->chain = llama_sampler_chain_init(llama_sampler_chain_default_params());
         build_chain(result->chain, model, *params);
+        result->only_greedy = params->temperature == 0.0f && params->n_logit_bias == 0 &&
+                              params->repeat_penalty == 1.0f && params->frequency_penalty == 0.0f &&
+                              params->presence_penalty == 0.0f;
         *sampler = result.release();
     });
 }
