@@ -22,6 +22,8 @@ __all__ = ["DEFAULT_POSITIONS", "DEFAULT_TOKENS", "CalibrationInfo", "calibrate"
 DEFAULT_TOKENS = 1024
 # tokens of the longest context that a calibration is for, if nothing else is asked
 DEFAULT_POSITIONS = 2048
+# enough for a text's tokens in languages and tokenizers that need most
+_PIECE_CHARACTERS = 2048
 # of the time that a calibration takes, the part before the linear algebra
 _PASS_SHARE = 0.7
 
@@ -111,12 +113,21 @@ def _calibration_tokens(model: Model, text: str | None, n_tokens: int) -> list[i
     n_pieces = n_tokens // TEXT_TOKENS
     if n_pieces == 0:
         raise InvalidArgumentError(f"a calibration needs {TEXT_TOKENS} tokens at least, got n_tokens={n_tokens}")
-    text = sample_text() if text is None else text
-    ids = model.tokenize(text.encode("utf-8", "replace"), add_special=True, parse_special=False)
-    if len(ids) < TEXT_TOKENS:
-        raise InvalidArgumentError(f"the text has {len(ids)} tokens: a calibration needs {TEXT_TOKENS} at least")
-    starts = spread_starts(len(ids), TEXT_TOKENS, min(n_pieces, len(ids) // TEXT_TOKENS))
-    return [token for start in starts for token in ids[start : start + TEXT_TOKENS]]
+    if text is None:  # the whole of it takes some tokenizers a minute
+        text = sample_text()
+        starts = spread_starts(len(text), _PIECE_CHARACTERS, n_pieces)
+        pieces = [_tokenize(model, text[start : start + _PIECE_CHARACTERS]) for start in starts]
+    else:
+        ids = _tokenize(model, text)
+        if len(ids) < TEXT_TOKENS:
+            raise InvalidArgumentError(f"the text has {len(ids)} tokens: a calibration needs {TEXT_TOKENS} at least")
+        starts = spread_starts(len(ids), TEXT_TOKENS, min(n_pieces, len(ids) // TEXT_TOKENS))
+        pieces = [ids[start:] for start in starts]
+    return [token for piece in pieces for token in piece[:TEXT_TOKENS]]
+
+
+def _tokenize(model: Model, text: str) -> list[int]:
+    return model.tokenize(text.encode("utf-8", "replace"), add_special=True, parse_special=False)
 
 
 def _check_finite(moments: list[LayerMoments], model_path: str | os.PathLike[str]) -> None:
