@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from hub_server import HubServer
 from numpy.typing import NDArray
+from tiny_models import TinyModel
 
 from pykvq import InvalidArgumentError, LibraryError, Llama, ModelFileError, convert, quantize
+from pykvq.calibration import find
 from pykvq.cli import convert as convert_cli
 from pykvq.model_file import read_model_file
 
@@ -228,3 +230,16 @@ def test_from_the_hub(llama_folder, tmp_path, monkeypatch):
     assert read_model_file(tmp_path / "out.gguf").architecture == "llama"
     fetched = tmp_path / "cache" / "models" / "hf" / "org" / "repo"
     assert sorted(path.name for path in fetched.iterdir()) == sorted(files)
+
+
+def test_the_result_is_calibrated_and_tried(tmp_path, capsys):
+    source, out = TinyModel().write(tmp_path / "tiny.gguf"), tmp_path / "out.gguf"
+    command = [str(source), str(out), "--type", "q8_0", "--threads", "1", "--calibrate"]
+    assert convert_cli.main([*command, "--kv", "ultra5"]) == 2
+    assert not out.exists()
+    capsys.readouterr()
+    assert convert_cli.main([*command, "--kv", "ultra4, f16"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["wrote", "wrote", "ultra4:", "f16:"]
+    assert all("tokens of context take" in line for line in lines[2:])
+    assert Path(find(out).path) == tmp_path / "out.kvq.gguf"
