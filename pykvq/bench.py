@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from pykvq.calibration.automatic import calibration_for
 from pykvq.errors import InvalidArgumentError
 from pykvq.files import sha256_of
 from pykvq.kv_config import KVConfig, parse_kv_config
@@ -42,6 +43,7 @@ class BenchSettings:
     n_gen: int = 64
     n_repeat: int = 5
     n_threads: int | None = None
+    calibrate: str | os.PathLike[str] | None = None
 
 
 @dataclass
@@ -51,6 +53,7 @@ class BenchRow:
     kv: str
     depth: int
     route: str
+    calibrated: bool = False
     prefill_tps: float = 0.0
     decode_tps: float = 0.0
     prefill_ratio: float = 0.0
@@ -68,6 +71,7 @@ class _Kind:
 
     name: str
     kv: KVConfig
+    calibration: Path | None = None
     by_llama_cpp: bool = False
 
     @property
@@ -87,7 +91,8 @@ def bench(
 
     Args:
         model_path: a GGUF file.
-        settings: formats, depths (tokens in the cache), tokens to prefill and to generate, repeats, threads.
+        settings: formats, depths (tokens in the cache), tokens to prefill and to generate, repeats, threads, and
+            calibrate, as for ``Llama``.
         progress: called with the share done (0 to 1) and what is next.
 
     Returns:
@@ -95,14 +100,16 @@ def bench(
 
     Raises:
         InvalidArgumentError: an unknown format, or no depth, repeat or token to measure.
-        OutOfMemoryError, ModelFileError, UnsupportedModelError: as when loading a model.
+        OutOfMemoryError, ModelFileError, UnsupportedModelError, CalibrationError: as when loading a model.
     """
     settings = settings or BenchSettings()
     _check(settings)
-    kinds = [_Kind(BASELINE, parse_kv_config("f16"), by_llama_cpp=True)]
-    kinds += [_Kind(name, parse_kv_config(name)) for name in settings.kv]
+    configs = [parse_kv_config(name) for name in settings.kv]
     rows: list[BenchRow] = []
     with Model(model_path) as model:
+        kinds = [_Kind(BASELINE, parse_kv_config("f16"), by_llama_cpp=True)]
+        for name, config in zip(settings.kv, configs, strict=True):
+            kinds.append(_make_kind(model, model_path, name, config, settings))
         tokens = _text_tokens(model, max(settings.depths) + settings.n_prefill + settings.n_gen)
         for i, depth in enumerate(settings.depths):
             share = i / len(settings.depths)
@@ -117,6 +124,16 @@ def bench(
         "read_gbps": _read_bandwidth(n_threads),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def _make_kind(
+    model: Model, model_path: str | os.PathLike[str], name: str, config: KVConfig, settings: BenchSettings
+) -> _Kind:
+    n_ctx = max(settings.depths) + settings.n_prefill
+    info = calibration_for(model, model_path, config, settings.calibrate, n_ctx, settings.n_threads)
+    if info is None:
+        return _Kind(name, config)
+    return _Kind(name, config.with_spectral_keys() if info.spectral_keys else config, info.path)
 
 
 def _check(settings: BenchSettings) -> None:
@@ -154,7 +171,7 @@ def _bench_depth(
     report: Callable[[float, str], None],
 ) -> list[BenchRow]:
     n_ctx = depth + max(settings.n_prefill, settings.n_gen) + _WARM_UP_TOKENS
-    rows = [BenchRow(kind.name, depth, kind.route) for kind in kinds]
+    rows = [BenchRow(kind.name, depth, kind.route, kind.calibration is not None) for kind in kinds]
     n_steps = len(kinds) * (1 + settings.n_repeat)
     with contextlib.ExitStack() as stack:
         contexts: dict[KVConfig, Context] = {}  # both F16 kernels read the same cache
@@ -188,6 +205,7 @@ def _make_context(model: Model, kind: _Kind, n_ctx: int, settings: BenchSettings
         n_threads=n_threads,
         n_threads_batch=n_threads,
         flash_attn=1,
+        calibration=None if kind.calibration is None else os.fspath(kind.calibration),
     )
 
 

@@ -28,6 +28,9 @@ def _command(
     gen: Annotated[int, typer.Option("--gen", metavar="N", help="Tokens to generate.")] = 64,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Rounds; medians are told.")] = 5,
     threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="[default: all cores]")] = None,
+    calibration: Annotated[
+        str | None, typer.Option("--calibration", metavar="FILE|never", help="[default: the model's own]")
+    ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results here.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw decode speed by depth.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show where an error came from.")] = False,
@@ -43,6 +46,7 @@ def _command(
         n_gen=gen,
         n_repeat=repeat,
         n_threads=threads,
+        calibrate=calibration,
     )
     figure = new_plot(plot) if plot is not None else None
     with progress_bar("measuring") as report:
@@ -75,6 +79,7 @@ def table(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['model']['name']}: prefill of {settings['n_prefill']}, {settings['n_gen']} tokens generated, medians "
         f"of {settings['n_repeat']}; memory read bandwidth {result['read_gbps']:.1f} GB/s",
+        "calibrated: " + (", ".join(dict.fromkeys(row["kv"] for row in result["rows"] if row["calibrated"])) or "none"),
         f"{'depth':>7}  {'KV format':<20} {'KV memory':>10} {'prefill t/s':>12} {'ratio':>6} {'decode t/s':>11} "
         f"{'ratio':>6} {'GB/s':>6}",
     ]

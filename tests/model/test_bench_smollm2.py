@@ -13,7 +13,7 @@ def test_bench_smollm2(smollm2_path, tmp_path, capsys):
     before = os.environ.get("PYKVQ_FLASH_ATTN")
     assert main([str(smollm2_path), *arguments, "--json", str(target)]) == 0
     assert os.environ.get("PYKVQ_FLASH_ATTN") == before
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 6
+    assert len(capsys.readouterr().out.splitlines()) == 3 + 6
     result = json.loads(target.read_text())
     assert len(result["model"]["sha256"]) == 64
     rows = {(row["kv"], row["depth"]): row for row in result["rows"]}

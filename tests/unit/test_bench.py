@@ -47,6 +47,7 @@ def test_depth_must_be_numbers(tmp_path, capsys):
 
 def test_table():
     rows = [row(BASELINE, 0, 100, 10), row("q4_ve", 0, 150, 20)]
+    rows[1].calibrated = True
     _add_ratios(rows)
     result = {
         "model": {"name": "tiny.gguf"},
@@ -55,6 +56,7 @@ def test_table():
         "rows": [vars(r) for r in rows],
     }
     lines = table(result)
-    assert len(lines) == 4
-    assert lines[3].split()[:2] == ["0", "q4_ve"]
-    assert lines[3].split()[-4:] == ["150.0", "1.50", "20.00", "2.00"]
+    assert len(lines) == 5
+    assert lines[1] == "calibrated: q4_ve"
+    assert lines[4].split()[:2] == ["0", "q4_ve"]
+    assert lines[4].split()[-4:] == ["150.0", "1.50", "20.00", "2.00"]
