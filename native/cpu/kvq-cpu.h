@@ -27,6 +27,10 @@ void kvq_vec_dot_q4_ves_q8_0(int n, float * s, size_t bs, const void * x, size_t
                              int nrc);
 void kvq_vec_dot_q2_ts_q8_0(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
 
+// GGML_OP_MUL_MAT of a small F32 matrix a head [dim_in, dim_out, n_head or a divisor] and [dim_in, 1, n_head, n_tokens].
+bool kvq_mul_heads_supported(const struct ggml_tensor * dst);
+void kvq_compute_forward_mul_heads(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+
 // GGML_OP_FLASH_ATTN_EXT. K and V may go on in src[5] and src[6], src[7] and src[8], src[9] and src[10]: the tiers of one
 // cache. The mask covers the cells of all of them in this order. A tier's head may be wider than the query's: what stands
 // behind is not read. PYKVQ_FLASH_ATTN=ggml in the environment leaves ops without tiers to ggml's own kernel, for

@@ -10,15 +10,10 @@ namespace {
 
 thread_local std::shared_ptr<const kvq_transform> scope_transform;
 
-// x [head_dim, n_head, n] times a matrix a KV head, [head_dim, head_dim, n_head_kv]: [head_dim, n, n_head], heads outermost.
-// n_head may be a multiple of n_head_kv.
-ggml_tensor * multiply_heads(ggml_context * ctx, ggml_tensor * matrix, ggml_tensor * x) {
-    return ggml_mul_mat(ctx, matrix, ggml_permute(ctx, x, 0, 2, 1, 3));
-}
-
-// The same as [head_dim, n_head, n], contiguous.
+// x [head_dim, n_head, n] times a matrix a KV head, [head_dim, head_dim, n_head_kv]; n_head may be a multiple of n_head_kv.
 ggml_tensor * transform_heads(ggml_context * ctx, ggml_tensor * matrix, ggml_tensor * x) {
-    return ggml_cont(ctx, ggml_permute(ctx, multiply_heads(ctx, matrix, x), 0, 2, 1, 3));
+    ggml_tensor * vectors = ggml_view_4d(ctx, x, x->ne[0], 1, x->ne[1], x->ne[2], x->nb[1], x->nb[1], x->nb[2], 0);
+    return ggml_reshape_3d(ctx, ggml_mul_mat(ctx, matrix, vectors), x->ne[0], x->ne[1], x->ne[2]);
 }
 
 }  // namespace
@@ -60,7 +55,7 @@ void kvq_transform::enter(ggml_context * ctx, const llama_kv_cache_context & cac
         return;
     }
     const layer & layer = self->get_layer(*cache.kv, il);
-    q                   = ggml_permute(ctx, multiply_heads(ctx, layer.q, q), 0, 2, 1, 3);
+    q                   = transform_heads(ctx, layer.q, q);
     if (k) {
         k = self->store_keys(ctx, *cache.kv, il, k);
     }

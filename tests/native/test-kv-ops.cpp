@@ -234,7 +234,45 @@ static void test_flash_attention(ggml_type type_k, ggml_type type_v, const atten
           (int) s.head_dim, (int) s.n_kv, error);
 }
 
+// A matrix a KV head times the vectors of its heads, as the transforms of a calibration need it.
+static void test_mul_heads(int64_t dim, int64_t n_head_kv, int64_t group, int64_t n_tokens, int n_threads) {
+    graph g(n_threads);
+    const int64_t n_head = n_head_kv * group;
+    ggml_tensor * matrix = g.tensor(GGML_TYPE_F32, dim, dim, n_head_kv);
+    ggml_tensor * x      = ggml_new_tensor_4d(g.ctx, GGML_TYPE_F32, dim, 1, n_head, n_tokens);
+    ggml_tensor * y      = ggml_mul_mat(g.ctx, matrix, x);
+    g.allocate();
+    const std::vector<float> m = random_normal((size_t) (dim * dim * n_head_kv));
+    const std::vector<float> v = random_normal((size_t) (dim * n_head * n_tokens));
+    set(matrix, m);
+    set(x, v);
+    g.compute(y);
+    std::vector<float> expected;
+    for (int64_t row = 0; row < n_head * n_tokens; row++) {
+        const float * of_head = m.data() + row % n_head / group * dim * dim;
+        for (int64_t i = 0; i < dim; i++) {
+            double sum = 0.0;
+            for (int64_t j = 0; j < dim; j++) {
+                sum += (double) of_head[i * dim + j] * v[(size_t) (row * dim + j)];
+            }
+            expected.push_back((float) sum);
+        }
+    }
+    const double error = nmse(get<float>(y), expected);
+    CHECK(error < 1e-12, "dim %d, %d x %d heads, %d tokens, %d threads: %g", (int) dim, (int) n_head_kv, (int) group,
+          (int) n_tokens, n_threads, error);
+}
+
 int main() {
+    for (const int64_t dim : { 16, 24, 64, 80, 96, 128, 256 }) {
+        for (const int64_t n_tokens : { 1, 2, 15, 16, 65, 200 }) {
+            for (const int n_threads : { 1, 2, 5 }) {
+                test_mul_heads(dim, 3, 3, n_tokens, n_threads);
+                test_mul_heads(dim, 1, 4, n_tokens, n_threads);
+                test_mul_heads(dim, 2, 1, n_tokens, n_threads);
+            }
+        }
+    }
     for (const ggml_type type : KV_TYPES) {
         for (const int n_threads : { 1, 2, 5 }) {
             test_cpy(type, n_threads);
