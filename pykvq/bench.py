@@ -31,6 +31,7 @@ _MAX_BATCH = 512
 _SEQUENCE, _HELPER_SEQUENCE = 0, 1
 _BANDWIDTH_BYTES = 256 << 20
 _WARM_UP_TOKENS = 4
+_MIN_CTX = 4096  # as a model is loaded if nothing else is asked
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _bench_depth(
     settings: BenchSettings,
     report: Callable[[float, str], None],
 ) -> list[BenchRow]:
-    n_ctx = depth + max(settings.n_prefill, settings.n_gen) + _WARM_UP_TOKENS
+    n_ctx = max(_MIN_CTX, depth + max(settings.n_prefill, settings.n_gen) + _WARM_UP_TOKENS)
     rows = [BenchRow(kind.name, depth, kind.route, kind.calibration is not None) for kind in kinds]
     n_steps = len(kinds) * (1 + settings.n_repeat)
     with contextlib.ExitStack() as stack:
