@@ -20,6 +20,7 @@ from pykvq.errors import ChatTemplateError, ContextFullError, InvalidArgumentErr
 from pykvq.handles import FieldValue, ProgressCallback
 from pykvq.kv_auto import AutomaticChoice, choose_format, parse_memory
 from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KV_TYPE_BITS, KVConfig, kv_presets, parse_kv_config
+from pykvq.measured import recall, warning
 from pykvq.predict import require_memory
 from pykvq.runtime import Context, Model
 from pykvq.speculative import Draft
@@ -119,6 +120,7 @@ class LoadedModel:
         self._pooling_type = pooling_type
         self._loaded_context: Context | None = None
         self._calibration: CalibrationInfo | None = None
+        self._measured: dict[str, Any] | None = None
         self.set_seed(seed)
         native.set_verbose(verbose)
         model_params: dict[str, FieldValue] = {
@@ -161,6 +163,9 @@ class LoadedModel:
                 self._choice = choose_format(self._model, self._calibration, n_ctx, budget, n_sink=n_sink)
                 self._kv = self._choice.kv
                 logger.info("kv_quant=%s: %s", AUTOMATIC, self._choice)
+            self._measured = recall(model_path, str(self._kv))
+            if self._measured is not None and (text := warning(self._kv.name, self._measured)):
+                logger.warning("%s", text)
             if embedding:
                 n_ubatch = n_batch  # tokens are pooled within a micro-batch
             elif n_ubatch is None:
@@ -322,7 +327,10 @@ class LoadedModel:
                 bits_per_element, n_requantized (tokens that came down into it so far).
             automatic: with kv_quant="auto": what was chosen, and the KLD predicted for it.
             calibration: None, or a dict: path, text, n_tokens, n_positions (the longest context it is for),
-                spectral_keys, n_bytes (of the transforms in memory).
+                spectral_keys, n_bytes (of the transforms in memory), sensitivity (a dict for each layer: layer, k, v,
+                what an error in its keys and values costs).
+            measured: what ``pykvq.fidelity`` last said of this format on this model, None if it was never asked:
+                kld_mean, kld_sem (nats), same_top, ppl_change, nonfinite (shares), n_ctx, n_compared, float_weights.
             flash_attn, attention_route: how attention is computed.
             compute_bytes: scratch memory of the computation.
         """
@@ -357,6 +365,7 @@ class LoadedModel:
             "tiers": tiers,
             "automatic": None if self._choice is None else str(self._choice),
             "calibration": _calibration_dict(self._calibration, info.calibration_bytes),
+            "measured": self._measured,
             "flash_attn": info.flash_attn,
             "attention_route": _attention_route(len(tiers), info.flash_attn),
             "compute_bytes": info.compute_bytes,
@@ -466,6 +475,7 @@ def _calibration_dict(calibration: CalibrationInfo | None, n_bytes: int) -> dict
         "n_positions": calibration.n_positions,
         "spectral_keys": calibration.spectral_keys,
         "n_bytes": n_bytes,
+        "sensitivity": [asdict(layer) for layer in calibration.sensitivity],
     }
 
 

@@ -28,8 +28,17 @@ _READ_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, UnicodeDec
 
 
 @dataclass(frozen=True)
+class LayerSensitivity:
+    """How much an error in a layer's keys and values costs, see ``LayerTransform``."""
+
+    layer: int
+    k: float
+    v: float
+
+
+@dataclass(frozen=True)
 class CalibrationInfo:
-    """What a calibration file says of itself; the sensitivities are means over layers (see ``LayerTransform``)."""
+    """What a calibration file says of itself."""
 
     path: Path
     model_hash: str
@@ -39,8 +48,17 @@ class CalibrationInfo:
     n_positions: int
     text: str
     version: str
-    k_sensitivity: float
-    v_sensitivity: float
+    sensitivity: tuple[LayerSensitivity, ...]
+
+    @property
+    def k_sensitivity(self) -> float:
+        """Mean over layers."""
+        return float(np.mean([layer.k for layer in self.sensitivity]))
+
+    @property
+    def v_sensitivity(self) -> float:
+        """Mean over layers."""
+        return float(np.mean([layer.v for layer in self.sensitivity]))
 
 
 def model_hash(path: str | os.PathLike[str]) -> str:
@@ -72,8 +90,8 @@ def read_info(path: Path, expected_hash: str | None = None) -> CalibrationInfo:
     if not path.is_file():
         raise CalibrationError(f"calibration not found: '{path}'; make one with pykvq-calibrate MODEL")
     try:
-        fields = gguf.GGUFReader(path).fields
-        values: dict[str, Any] = {name: field.contents() for name, field in fields.items()}
+        reader = gguf.GGUFReader(path)
+        values: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         format_ = int(values["kvq.format"])
         if format_ != FORMAT:
             raise CalibrationError(
@@ -89,8 +107,7 @@ def read_info(path: Path, expected_hash: str | None = None) -> CalibrationInfo:
             n_positions=int(values["kvq.n_positions"]),
             text=str(values["kvq.text"]),
             version=str(values["kvq.version"]),
-            k_sensitivity=float(np.mean(values["kvq.k_sensitivity"])),
-            v_sensitivity=float(np.mean(values["kvq.v_sensitivity"])),
+            sensitivity=_sensitivity(reader, values),
         )
     except _READ_ERRORS as error:
         raise CalibrationError(
@@ -102,6 +119,14 @@ def read_info(path: Path, expected_hash: str | None = None) -> CalibrationInfo:
             f"the calibration '{path}' is of another model ({info.model_name}): make one with pykvq-calibrate MODEL"
         )
     return info
+
+
+def _sensitivity(reader: gguf.GGUFReader, values: Mapping[str, Any]) -> tuple[LayerSensitivity, ...]:
+    layers = [int(tensor.name.split(".")[1]) for tensor in reader.tensors if tensor.name.endswith(".k")]
+    keys, vals = values["kvq.k_sensitivity"], values["kvq.v_sensitivity"]
+    if not len(layers) == len(keys) == len(vals) > 0:
+        raise ValueError(f"{len(layers)} layers, {len(keys)} and {len(vals)} sensitivities")
+    return tuple(LayerSensitivity(layer, float(k), float(v)) for layer, k, v in zip(layers, keys, vals, strict=True))
 
 
 def write(paths: Sequence[Path], layers: Sequence[LayerTransform], header: Mapping[str, str | int | bool]) -> Path:

@@ -15,12 +15,11 @@ from pykvq.cli.program import run_program
 from pykvq.cli.text_file import read_text, write_json
 from pykvq.errors import InvalidArgumentError
 from pykvq.kv_config import parse_kv_config
+from pykvq.measured import warning
 from pykvq.sample_text import sample_text
 
 PROGRAM = "pykvq-fidelity"
 _DEFAULT_KV = "f16,q8_0,q4_0,ultra4,ultra2"
-# where the likeliest token changes as often as this, a format is not called faithful, however it compares with others
-_LOW_SAME_TOP = 0.97
 
 
 def _fidelity(
@@ -94,7 +93,9 @@ def _fidelity(
     write(format_table(report) + "\n")
     if lengths:
         write("\n" + format_needles(report["needle"]) + "\n")
-    _warn(report)
+    for row in report["presets"]:
+        if line := warning(row["name"], row):
+            note(f"note: {line}")
     if json_path is not None:
         write_json(json_path, report)
     if figure is not None and plot is not None:
@@ -111,18 +112,6 @@ def _parse_lengths(value: str | None) -> list[int]:
     if any(length < 128 for length in lengths):
         raise InvalidArgumentError(f"--needle {value}: give prompt lengths of 128 tokens or more, as in 1024,4096")
     return lengths
-
-
-def _warn(report: dict[str, Any]) -> None:
-    """States what moves the likeliest token of this model, and how often."""
-    for row in report["presets"]:
-        if row["nonfinite"] > 0:
-            note(f"warning: {row['name']}: {100 * row['nonfinite']:.2g} % of the logits are not finite")
-        elif row["same_top"] < _LOW_SAME_TOP:
-            note(
-                f"note: {row['name']} changes the likeliest token of {100 * (1 - row['same_top']):.1f} % of the tokens "
-                "on this model"
-            )
 
 
 def _draw(report: dict[str, Any], axes: Any) -> None:

@@ -15,6 +15,7 @@ from pykvq.calibration.automatic import calibration_for
 from pykvq.errors import InvalidArgumentError
 from pykvq.handles import ProgressCallback
 from pykvq.kv_config import KVConfig, parse_kv_config
+from pykvq.measured import remember
 from pykvq.quality.evaluate import REFERENCE, SKIPPED_SHARE, Candidate, CandidateResult, compare, split_text
 from pykvq.quality.float_weights import write_float_copy
 from pykvq.quality.metrics import METRICS_VERSION
@@ -91,7 +92,7 @@ def fidelity(
 
         with Model(used) as model:
             results = compare(model, candidates, chunks, n_threads=n_threads, progress=report)
-    return {
+    result: dict[str, Any] = {
         "model": Path(model_path).name,
         "settings": {
             "n_ctx": n_ctx,
@@ -104,6 +105,8 @@ def fidelity(
         "versions": _versions(),
         "presets": [_row(result) for result in results],
     }
+    remember(model_path, result)
+    return result
 
 
 def _candidate(

@@ -4,6 +4,15 @@ from file_model import FileModel
 from pykvq import Llama
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_measurements(tmp_path_factory):
+    """What tests measure of a model is not kept among the user's figures, nor are these told here."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("measured")
+        patch.setattr("pykvq.measured.cache_dir", lambda: folder)
+        yield
+
+
 @pytest.fixture(scope="module")
 def llm(smollm2_path):
     """SmolLM2 with an F16 cache, shared by the tests of a module.

@@ -35,6 +35,9 @@ def test_the_first_load_calibrates_and_the_second_does_not(path):
     calibration = path.with_name("tiny.kvq.gguf")
     assert info["calibration"]["path"] == str(calibration)
     assert info["calibration"]["n_bytes"] > 0
+    sensitivity = info["calibration"]["sensitivity"]
+    assert [entry["layer"] for entry in sensitivity] == list(range(len(sensitivity)))
+    assert all(entry["k"] > 0 < entry["v"] for entry in sensitivity)
     assert info["tiers_spec"] == "f16:128+q4_ves/q4_ve"
     assert shares[0] == 0
     assert shares == sorted(shares)

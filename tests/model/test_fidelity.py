@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import TinyModel
 
-from pykvq import InvalidArgumentError
+from pykvq import InvalidArgumentError, Llama
 from pykvq.cli import fidelity as command
 from pykvq.quality import fidelity
 from pykvq.quality.metrics import Divergence, log_softmax
@@ -37,6 +37,22 @@ def test_report(path):
         assert row["kld_median"] <= row["kld_p99"] <= row["kld_p999"]
         assert math.isclose(row["ppl"], same["ppl"] * (1 + row["ppl_change"]), rel_tol=1e-5)
     assert report["settings"]["n_compared"] == 2 * (512 - 128 - 1)
+
+
+def test_what_was_measured_is_told_when_the_model_is_loaded(path, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr("pykvq.measured.cache_dir", lambda: tmp_path)
+    report = fidelity(path, ["q8_0", "f16:32+q2_t"], **SIZES)
+    measured = report["presets"][1]
+    assert measured["same_top"] < 0.97
+    with Llama(path, kv_quant="f16:32+q2_t", n_ctx=512) as llm:
+        told = llm.kv_info()["measured"]
+    assert (told["kld_mean"], told["same_top"]) == (measured["kld_mean"], measured["same_top"])
+    assert "f16:32+q2_t changes the likeliest token of" in caplog.text
+    with Llama(path, kv_quant="q4_0", n_ctx=512) as llm:
+        assert llm.kv_info()["measured"] is None
+    next((tmp_path / "fidelity").iterdir()).write_text("not JSON")
+    with Llama(path, kv_quant="q8_0", n_ctx=512) as llm:
+        assert llm.kv_info()["measured"] is None
 
 
 def test_divergence_is_that_of_the_definition():

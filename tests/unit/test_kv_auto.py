@@ -8,6 +8,7 @@ import pytest
 
 from pykvq import kv_auto
 from pykvq.calibration import CalibrationInfo
+from pykvq.calibration.file import LayerSensitivity
 from pykvq.errors import InvalidArgumentError, OutOfMemoryError
 from pykvq.kv_auto import choose_format, parse_memory, predicted_kld
 from pykvq.kv_config import parse_kv_config
@@ -23,8 +24,7 @@ def info(k: float = 1.0, v: float = 1.0, spectral: bool = True) -> CalibrationIn
         n_positions=2048,
         text="",
         version="",
-        k_sensitivity=k,
-        v_sensitivity=v,
+        sensitivity=(LayerSensitivity(0, 2 * k, v), LayerSensitivity(1, 0.0, v)),
     )
 
 
