@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,10 @@ def context_params(tiers: str | None, **params: Any) -> tuple[Any, list[Any]]:
     return native_params, keep
 
 
+def _free_context(_model: Any, context: Any) -> None:
+    lib.pykvq_context_free(context)
+
+
 class Context:
     """A native context. ``tiers`` None is a plain cache of type_k and type_v; other parameters are the C ones."""
 
@@ -150,7 +155,8 @@ class Context:
         native_params, _keep = context_params(tiers, **params)
         handle = ffi.new("pykvq_context **")
         check(lib.pykvq_context_create(model.handle, native_params, handle))
-        self.handle = ffi.gc(handle[0], lib.pykvq_context_free)
+        # holds the model's handle, which must be freed after it whatever is collected first
+        self.handle = ffi.gc(handle[0], partial(_free_context, model.handle))
         self.info = ffi.new("pykvq_context_info *")
         lib.pykvq_context_get_info(self.handle, self.info)
 
