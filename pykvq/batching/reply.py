@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 from pykvq.batching.job import Job, JobEvent
 from pykvq.batching.scheduler import Scheduler
+from pykvq.errors import InvalidArgumentError
 from pykvq.request import Piece
 from pykvq.responses import ChoiceWriter, Plan, Response
 
@@ -17,18 +18,26 @@ class Reply:
     Args:
         timeout: seconds that the answers may take, None for no limit.
 
-    Leaving ``response()`` or ``chunks()`` early, also because the task is cancelled, cancels the requests.
+    Leaving ``response()`` or ``chunks()`` early, also because the task is cancelled, cancels the requests; so does
+    dropping what was never begun.
 
     Raises:
         QueueFullError: too many requests are waiting. ClosedError.
+        InvalidArgumentError: there are more answers than ever fit the slots and the queue.
     """
 
     def __init__(self, scheduler: Scheduler, plan: Plan, timeout: float | None = None) -> None:
+        self.jobs: list[Job] = []
         self._scheduler = scheduler
         self._plan = plan
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, JobEvent]] = asyncio.Queue()
-        self.jobs: list[Job] = []
+        n_slots = scheduler.stats().n_slots
+        if len(plan.requests) > n_slots + scheduler.max_queue:
+            raise InvalidArgumentError(
+                f"{len(plan.requests)} answers at once are more than {n_slots} slots and {scheduler.max_queue} places "
+                "in the queue take: ask in several requests"
+            )
         try:
             for i in range(len(plan.requests)):
                 self.jobs.append(self._submit(i, timeout))
@@ -37,10 +46,15 @@ class Reply:
             raise
         self._writers = [plan.make_writer(job.request, job.result, i) for i, job in enumerate(self.jobs)]
 
+    def __del__(self) -> None:
+        self.cancel()
+
     def _submit(self, i: int, timeout: float | None) -> Job:
+        loop, events = self._loop, self._events  # the scheduler must not keep this object alive
+
         def sink(event: JobEvent) -> None:
             try:
-                self._loop.call_soon_threadsafe(self._events.put_nowait, (i, event))
+                loop.call_soon_threadsafe(events.put_nowait, (i, event))
             except RuntimeError:  # the event loop is closed: nobody is there to read it
                 job.cancelled.set()
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from pykvq.server.errors import api_error
 
@@ -29,17 +30,33 @@ def event(data: dict[str, Any], name: str | None = None) -> str:
 
 def event_stream(events: AsyncIterator[str], resources: AsyncExitStack, end: str = "data: [DONE]\n\n") -> Response:
     """A stream of events; an error becomes the last one. ``resources`` are given back when it ends, however it does."""
-    return StreamingResponse(_guarded(events, resources, end), media_type="text/event-stream", headers=_HEADERS)
+    return _EventResponse(events, resources, end)
 
 
-async def _guarded(events: AsyncIterator[str], resources: AsyncExitStack, end: str) -> AsyncGenerator[str, None]:
-    async with resources:
-        try:
-            async for text in _kept_alive(events):
-                yield text
-        except Exception as error:
-            yield event(api_error(error).body())
-        yield end
+class _EventResponse(StreamingResponse):
+    def __init__(self, events: AsyncIterator[str], resources: AsyncExitStack, end: str) -> None:
+        super().__init__(_guarded(events, end), media_type="text/event-stream", headers=_HEADERS)
+        self._events = events
+        self._resources = resources
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events. A client may go away before the first of them is asked for."""
+        async with self._resources:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                if isinstance(self._events, AsyncGenerator):
+                    await self._events.aclose()
+                del self._events, self.body_iterator
+
+
+async def _guarded(events: AsyncIterator[str], end: str) -> AsyncGenerator[str, None]:
+    try:
+        async for text in _kept_alive(events):
+            yield text
+    except Exception as error:
+        yield event(api_error(error).body())
+    yield end
 
 
 async def _kept_alive(events: AsyncIterator[str]) -> AsyncGenerator[str, None]:

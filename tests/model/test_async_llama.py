@@ -150,6 +150,31 @@ def test_embeddings_beside_text(smollm2_path):
     run(smollm2_path, test)
 
 
+@pytest.mark.parametrize("leave", ["drop", "close"])
+def test_a_stream_that_is_never_read_frees_its_slot(smollm2_path, leave):
+    async def test(llm):
+        stream = await llm.create_completion(STORY, max_tokens=900, stream=True, logit_bias={2: -100, 0: -100})
+        if leave == "close":
+            await stream.aclose()
+        del stream
+        for _ in range(100):
+            if llm.stats().n_busy == 0:
+                break
+            await asyncio.sleep(0.02)
+        assert (llm.stats().n_busy, llm.stats().cancelled) == (0, 1)
+
+    run(smollm2_path, test)
+
+
+def test_more_answers_than_ever_fit(smollm2_path):
+    async def test(llm):
+        with pytest.raises(InvalidArgumentError, match="6 answers at once are more than 4 slots and 1 places"):
+            await llm.create_completion("x", n=6)
+        assert llm.stats().n_busy == 0
+
+    run(smollm2_path, test, max_queue=1)
+
+
 def test_closing_ends_what_runs(smollm2_path):
     async def test(llm):
         task = asyncio.create_task(llm.create_completion("Once", max_tokens=900, logit_bias={2: -100, 0: -100}))
