@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from pykvq.errors import ModelFileError
+from pykvq.errors import InvalidArgumentError, ModelFileError
 
 
 @contextlib.contextmanager
@@ -45,6 +45,17 @@ def written_at_once(path: Path) -> Iterator[Path]:
     with temporary_beside(path) as temporary:
         yield temporary
         os.replace(temporary, path)
+
+
+def require_other_file(target: Path, *sources: Path) -> None:
+    """Refuses to write over what is read.
+
+    Raises:
+        InvalidArgumentError: ``target`` is one of ``sources``, by whatever name.
+    """
+    for source in sources:
+        if target.exists() and source.exists() and target.samefile(source):
+            raise InvalidArgumentError(f"'{target}' is '{source}' itself, which is read: write to another file")
 
 
 def sha256_of(path: Path) -> str:

@@ -15,7 +15,8 @@ import numpy as np
 
 from pykvq import native
 from pykvq.errors import InvalidArgumentError, ModelFileError, OutOfMemoryError
-from pykvq.files import require_space, written_at_once
+from pykvq.file_names import part_paths
+from pykvq.files import require_other_file, require_space, written_at_once
 from pykvq.handles import ProgressCallback, ProgressGuard, fill_struct, int32_pointer
 from pykvq.model_file import read_model_file
 from pykvq.predict import available_memory
@@ -101,7 +102,7 @@ def quantize(
     """
     kind = checked_type(type_name, imatrix is not None)
     source, target = Path(path), Path(out_path)
-    _require_other_file(source, target)
+    require_other_file(target, *part_paths(source), *([] if imatrix is None else [Path(imatrix)]))
     model = read_model_file(source)
     quantized = [name for name in model.weight_types if name not in _FLOAT_TYPES]
     if quantized and not allow_requantize:
@@ -159,6 +160,7 @@ def make_imatrix(
         ModelFileError: a file is missing, damaged or cannot be written. OutOfMemoryError, AbortedError.
     """
     _, lib = native.load()
+    require_other_file(Path(out_path), *part_paths(model_path))
     with Model(model_path) as model, model.use() as pointer, written_at_once(Path(out_path)) as temporary:
         tokens = model.tokenize(text.encode("utf-8", "replace"), add_special=True, parse_special=False)
         if len(tokens) < n_chunk:
@@ -173,11 +175,6 @@ def make_imatrix(
         )
         guard.check(status, format_error=ModelFileError)
         return len(tokens) // n_chunk * n_chunk
-
-
-def _require_other_file(source: Path, target: Path) -> None:
-    if target.exists() and source.exists() and target.samefile(source):
-        raise InvalidArgumentError(f"'{target}' is the model itself: write to another file")
 
 
 def _require_memory(source: Path, largest_tensor: int, kind: QuantizeType) -> None:

@@ -14,6 +14,8 @@ from pykvq.calibration.moments import TEXT_TOKENS, LayerMoments, collect_moments
 from pykvq.calibration.transforms import BLOCK, layer_transform
 from pykvq.calibration.weights import output_grams
 from pykvq.errors import CalibrationError, InvalidArgumentError
+from pykvq.file_names import part_paths
+from pykvq.files import require_other_file
 from pykvq.runtime import Model
 from pykvq.sample_text import sample_text, spread_starts
 
@@ -65,10 +67,12 @@ def calibrate(
         model: the model, if it is loaded already.
 
     Raises:
-        InvalidArgumentError: the text is too short. CalibrationError: it cannot be stored, or the model gives no finite
-        moments. ModelFileError, AbortedError.
+        InvalidArgumentError: the text is too short, or ``output`` is the model. CalibrationError: it cannot be stored,
+        or the model gives no finite moments. ModelFileError, AbortedError.
     """
     report = progress or (lambda _done: True)
+    if output is not None:
+        require_other_file(Path(output), *part_paths(model_path))
     owned = None if model is not None else Model(model_path)
     try:
         used = model or owned

@@ -9,6 +9,7 @@ import pytest
 from tiny_models import TinyModel
 
 from pykvq import InvalidArgumentError, Llama, ModelFileError, OutOfMemoryError, files, quantize
+from pykvq.calibration import calibrate
 from pykvq.cli import quantize as quantize_cli
 from pykvq.model_file import read_model_file
 
@@ -116,8 +117,16 @@ def test_refusals(tiny, imatrix, tmp_path, monkeypatch):
         quantize.quantize(tiny, out, "iq1_s")
     with pytest.raises(ModelFileError, match="is no importance matrix"):
         quantize.quantize(tiny, out, "q4_0", imatrix=tiny)
-    with pytest.raises(InvalidArgumentError, match="is the model itself"):
-        quantize.quantize(tiny, tiny, "q4_0")
+    for overwrite in (
+        lambda: quantize.quantize(tiny, tiny, "q4_0"),
+        lambda: quantize.quantize(tiny, imatrix, "q4_0", imatrix=imatrix),
+        lambda: quantize.make_imatrix(tiny, TEXT, tiny),
+        lambda: calibrate(tiny, output=tiny),
+    ):
+        before = tiny.read_bytes(), imatrix.read_bytes()
+        with pytest.raises(InvalidArgumentError, match="itself, which is read: write to another file"):
+            overwrite()
+        assert (tiny.read_bytes(), imatrix.read_bytes()) == before
     with pytest.raises(ModelFileError, match="does not exist"):
         quantize.quantize(tiny, tmp_path / "no" / "out.gguf", "q4_0")
     with pytest.raises(InvalidArgumentError, match="the text has 7 tokens"):
