@@ -32,6 +32,7 @@ class Handle:
         self._free = free
         self._users = 0
         self._closed = False
+        self._owner = os.getpid()
         # reentrant, because garbage collection may release a handle while this thread holds the lock
         self._lock = threading.RLock()
 
@@ -40,6 +41,7 @@ class Handle:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"this {self._name} is closed: create a new one")
+            require_own_process(self._owner, self._name)
             self._users += 1
             return self._pointer
 
@@ -68,7 +70,18 @@ class Handle:
             if not self._closed or self._users or self._pointer is None:
                 return
             pointer, self._pointer = self._pointer, None
-        self._free(pointer)
+        if self._owner == os.getpid():  # a forked process has the memory, but not the threads
+            self._free(pointer)
+
+
+def require_own_process(owner: int, name: str) -> None:
+    """Refuses to compute in a forked process, which has none of the threads of its parent.
+
+    Raises:
+        ClosedError: this process is not ``owner``.
+    """
+    if owner != os.getpid():
+        raise ClosedError(f"this {name} was made in another process, before a fork: create a new one here")
 
 
 _Self = TypeVar("_Self", bound="Closeable")  # typing.Self needs Python 3.11

@@ -32,6 +32,7 @@ from pykvq.handles import (
     int8_pointer,
     int32_pointer,
     read_string,
+    require_own_process,
 )
 from pykvq.kv_config import KVConfig
 from pykvq.sampling import SamplingParams
@@ -239,6 +240,7 @@ class Context(Closeable):
         # guards the pointer against abort(), which cannot wait for the decode that holds _lock
         self._abort_lock = threading.Lock()
         self._pointer: Any = None
+        self._owner = os.getpid()
         out = ffi.new("pykvq_context **")
         model_pointer = model.retain()
         try:
@@ -276,11 +278,12 @@ class Context(Closeable):
         with self._lock:
             if self._pointer is None:
                 raise ClosedError("this model is closed: create a new Llama")
+            require_own_process(self._owner, "model")
             yield self._pointer
 
     def close(self) -> None:
         """Stops a running decode and frees the context. Any thread may call it; again does nothing."""
-        if getattr(self, "_pointer", None) is None:
+        if getattr(self, "_pointer", None) is None or self._owner != os.getpid():
             return
         _, lib = native.load()
         self.abort()

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -40,6 +42,31 @@ def test_information_about_the_model(llm):
     assert llm.n_vocab() == 49152
     assert llm.n_ctx_train() == 8192
     assert (llm.token_bos(), llm.token_eos()) == (1, 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_is_told_to_load_its_own(smollm2_path):
+    """It has the memory of its parent but none of the threads that compute."""
+    code = f"""
+import os, sys
+from pykvq import ClosedError, Llama
+llm = Llama({str(smollm2_path)!r}, kv_quant="f16", n_ctx=256)
+llm("Once", max_tokens=2)
+child = os.fork()
+if child == 0:
+    try:
+        llm("Once", max_tokens=2)
+    except ClosedError as error:
+        print(error, flush=True)
+    llm.close()
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(llm("Once", max_tokens=2)["usage"]["completion_tokens"])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    told, *rest = result.stdout.splitlines()
+    assert "made in another process, before a fork: create a new one here" in told
+    assert rest == ["3", "2"]
 
 
 def test_n_ctx_0_is_the_training_context(smollm2_path):
