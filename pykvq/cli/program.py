@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import typer
@@ -29,7 +32,8 @@ def run_program(name: str, commands: typer.Typer | Callable[..., int], argv: Seq
     """Runs a program: an application, or the function of its only command. Commands return an exit code.
 
     Returns:
-        0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C. Any failure is one line on stderr.
+        0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C. Any failure is one line on stderr. SIGTERM and SIGHUP
+        end it by SystemExit.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     for stream in ("stdin", "stdout", "stderr"):
@@ -38,6 +42,7 @@ def run_program(name: str, commands: typer.Typer | Callable[..., int], argv: Seq
         # a terminal or locale that cannot show a character must not end an answer
         if hasattr(getattr(sys, stream), "reconfigure"):
             getattr(sys, stream).reconfigure(errors="replace")
+    _end_by_exit(signal.SIGTERM, getattr(signal, "SIGHUP", None))
     try:
         if arguments == ["--version"]:
             return print_version(name)
@@ -54,6 +59,19 @@ def run_program(name: str, commands: typer.Typer | Callable[..., int], argv: Seq
         if "--verbose" in arguments:
             traceback.print_exc()
         return _report(name, error)
+
+
+def _end_by_exit(*signals: signal.Signals | None) -> None:
+    """Lets signals that end a process at once end it by SystemExit instead, so that nothing half written is left."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for each in signals:
+        if each is not None and signal.getsignal(each) == signal.SIG_DFL:
+            signal.signal(each, leave)
 
 
 def _application(commands: typer.Typer | Callable[..., int]) -> typer.Typer:
