@@ -71,6 +71,8 @@ def json_schema_constraint(schema: Mapping[str, Any] | str) -> Constraint:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(closed_schema(parsed))
         return _checked(llguidance.LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS), "the JSON schema")
+    except RecursionError as error:
+        raise InvalidArgumentError("the JSON schema is nested too deeply to be followed") from error
     except (TypeError, ValueError) as error:
         if isinstance(error, InvalidArgumentError):
             raise

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _MAX_LOGPROBS = 100
 _MAX_CHOICES = 128
+# what templates are given by us
+_TEMPLATE_NAMES = frozenset({"self", "messages", "tools"})
 
 LogitsProcessors = Sequence[LogitsProcessor] | LogitsProcessor | None
 StoppingCriteria = Sequence[StoppingCriterion] | StoppingCriterion | None
@@ -259,6 +261,12 @@ class TextModel(LoadedModel):
     def _chat_text(self, messages: Sequence[Message], use: ToolUse | None, variables: Mapping[str, Any]) -> str:
         """The prompt of a chat with tools, which the template or a system message describes."""
         checked = with_parsed_arguments(check_messages(messages))
+        taken = [name for name in variables if not isinstance(name, str) or name in _TEMPLATE_NAMES]
+        if taken:
+            raise InvalidArgumentError(
+                f"chat_template_kwargs has {', '.join(map(repr, taken))}: names are text, and not one of "
+                f"{', '.join(sorted(_TEMPLATE_NAMES))}"
+            )
         if "tools" in (self.template_source or ""):
             return self.chat_prompt(checked, tools=list(use.tools) if use is not None else None, **variables)
         return self.chat_prompt(with_tool_prompt(checked, use), **variables)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 # token ids, texts, or one of either
 Prompt = str | list[int] | list[str] | list[list[int]]
 Stop = str | list[str] | None
 StrictNumber = Annotated[float, Field(strict=True)]
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("no tokens are no answer: give 1 or more, or -1 for as many as there is room for")
+    return value
+
+
+TokenLimit = Annotated[int, AfterValidator(_not_zero)] | None
 
 
 class _Body(BaseModel):
@@ -74,7 +83,7 @@ class CompletionBody(_GenerationBody):
 
     prompt: Prompt
     suffix: str | None = None
-    max_tokens: int | None = 16
+    max_tokens: TokenLimit = 16
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
@@ -84,8 +93,8 @@ class ChatBody(_GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: TokenLimit = None
+    max_completion_tokens: TokenLimit = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
@@ -103,7 +112,7 @@ class ResponsesBody(_Body):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     stream: bool = False
-    max_output_tokens: int | None = None
+    max_output_tokens: TokenLimit = None
     temperature: StrictNumber | None = None
     top_p: StrictNumber | None = None
     text: dict[str, Any] | None = None

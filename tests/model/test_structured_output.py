@@ -119,3 +119,11 @@ def test_tool_choice_none_is_text(llm):
     plain = llm.create_chat_completion(USER, temperature=0, max_tokens=16)
     none = llm.create_chat_completion(USER, temperature=0, max_tokens=16, tools=TOOLS, tool_choice="none")
     assert none["choices"] == plain["choices"]
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(llm):
+    schema = {"type": "integer"}
+    for _ in range(3000):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(InvalidArgumentError, match="nested too deeply"):
+        llm.create_chat_completion(USER, response_format={"type": "json_object", "schema": schema}, max_tokens=4)

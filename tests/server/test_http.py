@@ -57,6 +57,13 @@ def error_of(response):
         ("/v1/completions", {"prompt": [99999999]}, "vocabulary"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "fill-in-the-middle"),
         ("/v1/completions", {"prompt": "x", "best_of": 3}, "best_of"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "no tokens are no answer"),
+        ("/v1/completions", {"prompt": ["x"] * 1000}, "answers at once are more than"),
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs has",
+        ),
         ("/v1/completions", {"prompt": "x", "grammar": "root ::= ("}, "grammar"),
         ("/v1/completions", {"prompt": "x", "logprobs": 1000}, "logprobs"),
         ("/v1/embeddings", {"input": []}, "input is empty"),

@@ -537,6 +537,9 @@ def test_methods_refuse_arguments_of_a_wrong_type(llm):
         lambda: llm.create_chat_completion(USER, tools=5),
         lambda: llm.create_chat_completion(USER, functions=5),
         lambda: llm.create_chat_completion(USER, chat_template_kwargs=5),
+        lambda: llm.create_chat_completion(USER, chat_template_kwargs={"messages": []}),
+        lambda: llm.create_chat_completion(USER, chat_template_kwargs={"self": 1}),
+        lambda: llm.create_chat_completion(USER, chat_template_kwargs={1: 2}),
     ]
     for call in calls:
         with pytest.raises(InvalidArgumentError):
