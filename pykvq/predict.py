@@ -257,7 +257,7 @@ def require_memory(
         OutOfMemoryError: too little is free; the message has the numbers and the largest setting that fits.
     """
     available = available_memory()
-    on_device = model_params.get("n_gpu_layers", 0) != 0 and _available_device_memory() > 0
+    on_device = model_params.get("n_gpu_layers", 0) != 0 and available_device_memory() > 0
     try:
         if available == 0 or (not on_device and _surely_fits(read_headers(model_path), n_ctx, available)):
             return
@@ -300,12 +300,13 @@ def _surely_fits(headers: list[Header], n_ctx: int, available: int) -> bool:
     return 0 < weights + kv + compute < available // 2
 
 
-def _available_device_memory() -> int:
+def available_device_memory() -> int:
+    """Bytes of GPU memory that are free; 0 without a GPU."""
     return int(native.load()[1].pykvq_available_device_memory())
 
 
 def _require_device_memory(model_path: str | os.PathLike[str], need: MemoryNeed) -> None:
-    free = _available_device_memory()
+    free = available_device_memory()
     if need.device_bytes > free > 0:
         raise OutOfMemoryError(
             f"'{os.fspath(model_path)}' needs {_mib(need.device_bytes)} of GPU memory (weights "

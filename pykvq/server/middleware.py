@@ -19,22 +19,25 @@ class ApiKeyMiddleware:
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._keys = [key.encode("utf-8") for key in api_keys]
+        self._keys = api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on, or answers 401."""
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and not self._is_allowed(scope):
-            error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-            await error.response()(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        error = key_error(scope, self._keys) if scope["type"] == "http" else None
+        await (self._app if error is None else error.response())(scope, receive, send)
 
-    def _is_allowed(self, scope: Scope) -> bool:
-        header = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = header.partition(b" ")
-        # all keys are compared, so that the time says nothing about which one was close
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        return bool(scheme.lower() == b"bearer" and any(matches))
+
+def key_error(scope: Scope, api_keys: Sequence[str]) -> ApiError | None:
+    """The error for an HTTP request that needs a key and has none of these; None if it may pass."""
+    if scope["path"] in _OPEN_PATHS:
+        return None
+    header = dict(scope["headers"]).get(b"authorization", b"")
+    scheme, _, key = header.partition(b" ")
+    # all keys are compared, so that the time says nothing about which one was close
+    matches = [hmac.compare_digest(key.strip(), known.encode("utf-8")) for known in api_keys]
+    if scheme.lower() == b"bearer" and any(matches):
+        return None
+    return ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
 
 class BodyLimitMiddleware:

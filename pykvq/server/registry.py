@@ -7,28 +7,35 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from pykvq.async_llama import AsyncLlama
 from pykvq.errors import PykvqError
 from pykvq.predict import predict_kv
 from pykvq.server.errors import ApiError
-from pykvq.server.settings import ModelSpec, ServerSettings
+from pykvq.server.settings import LoadOptions, ModelSpec, ServerSettings
 
 _logger = logging.getLogger("pykvq.server")
 
 
 @dataclass
 class ModelEntry:
-    """A model and, while it is loaded, what answers for it."""
+    """A model and, while it is loaded, what answers for it.
+
+    ``progress`` is what part of a load is done, from 0 to 1; ``is_unwanted`` ends it.
+    """
 
     spec: ModelSpec
+    options: LoadOptions = field(default_factory=LoadOptions)
     llm: AsyncLlama | None = None
     loading: asyncio.Task[AsyncLlama] | None = None
     error: str | None = None
     n_users: int = 0
     last_used: float = 0.0
     created: int = 0
+    progress: float = 0.0
+    is_unwanted: bool = False
 
     @property
     def state(self) -> str:
@@ -53,18 +60,15 @@ class ModelRegistry:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.entries = {spec.name: ModelEntry(spec, created=int(spec.path.stat().st_mtime)) for spec in settings.models}
+        self.entries = {spec.name: _entry(spec, settings.load_options) for spec in settings.models}
+        self.default_name = settings.models[0].name if settings.models else None
         self._load_lock = asyncio.Lock()  # one load at a time: each looks at the memory that is left
         self._sweeper: asyncio.Task[None] | None = None
 
-    @property
-    def default_name(self) -> str:
-        """The model for requests that name none."""
-        return self.settings.models[0].name
-
     def start(self) -> None:
         """Begins to load the first model, and to unload idle ones."""
-        self._begin_load(self.entries[self.default_name])
+        if self.default_name is not None:
+            self._begin_load(self.entries[self.default_name])
         if self.settings.idle_unload is not None:
             self._sweeper = asyncio.create_task(self._sweep())
 
@@ -72,10 +76,39 @@ class ModelRegistry:
         """Unloads everything; running requests end with an error."""
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for entry in self.entries.values():
-            if entry.loading is not None:
-                await asyncio.wait([entry.loading])
-            await self._unload(entry)
+        for name in list(self.entries):
+            await self.remove(name)
+
+    async def open(self, spec: ModelSpec, options: LoadOptions) -> AsyncLlama:
+        """Loads a model in place of all that are loaded; requests that name none go to it from now on.
+
+        Raises:
+            PykvqError: it cannot be loaded. AbortedError: ``remove`` was called meanwhile.
+        """
+        for name in list(self.entries):
+            await self.remove(name)
+        self.entries[spec.name] = _entry(spec, options)
+        self.default_name = spec.name
+        return await self._begin_load(self.entries[spec.name])
+
+    async def remove(self, name: str) -> None:
+        """Forgets a model: its memory is freed, or its load ended, and requests that run end with an error."""
+        entry = self.entries.pop(name)
+        if entry.loading is not None:
+            entry.is_unwanted = True
+            await asyncio.wait([entry.loading])
+        await self._unload(entry)
+
+    async def kv_report(self) -> dict[str, Any]:
+        """The KV caches of the loaded models as they are now: tiers, bytes, and the tokens that each slot holds."""
+        report = {}
+        for name, entry in list(self.entries.items()):
+            llm = entry.llm
+            if llm is not None:
+                # the cache is read between two steps, which may take a moment to come
+                info = await asyncio.to_thread(llm.kv_info)
+                report[name] = {**info, "slot_tokens": llm.slot_tokens(), "stats": asdict(llm.stats())}
+        return report
 
     def find(self, name: str | None) -> ModelEntry:
         """The entry of a model; None or "" is the default one.
@@ -83,11 +116,12 @@ class ModelRegistry:
         Raises:
             ApiError: 404, there is no such model.
         """
-        entry = self.entries.get(name or self.default_name)
+        entry = self.entries.get(name or self.default_name or "")
         if entry is None:
+            listed = f"there are {', '.join(self.entries)}" if self.entries else "no model is loaded: load one first"
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; there are {', '.join(self.entries)}",
+                f"the model {name!r} does not exist; {listed}" if name else listed,
                 code="model_not_found",
                 param="model",
             )
@@ -133,6 +167,7 @@ class ModelRegistry:
 
     def _begin_load(self, entry: ModelEntry) -> asyncio.Task[AsyncLlama]:
         if entry.loading is None:
+            entry.progress, entry.is_unwanted = 0.0, False
             entry.loading = asyncio.create_task(self._load(entry))
             entry.loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # read: no warning
         return entry.loading
@@ -155,17 +190,18 @@ class ModelRegistry:
         return entry.llm
 
     def _make_model(self, entry: ModelEntry) -> AsyncLlama:
-        settings = self.settings
+        def report(done: float) -> bool:
+            entry.progress = done
+            return not entry.is_unwanted
+
         return AsyncLlama(
             entry.spec.path,
-            n_slots=settings.n_slots,
-            n_ctx=settings.n_ctx,
-            kv_quant=settings.kv_quant,
-            n_threads=settings.n_threads,
-            n_gpu_layers=settings.n_gpu_layers,
-            max_queue=settings.max_queue,
-            timeout=settings.request_timeout,
-            verbose=settings.verbose,
+            **asdict(entry.options),
+            max_queue=self.settings.max_queue,
+            timeout=self.settings.request_timeout,
+            verbose=self.settings.verbose,
+            progress=report,
+            calibration_progress=report,
         )
 
     async def _make_room(self, entry: ModelEntry) -> None:
@@ -192,8 +228,8 @@ class ModelRegistry:
             await self._unload(idle[0])
 
     def _predict_kv(self, entry: ModelEntry) -> int:
-        settings = self.settings
-        return settings.n_slots * int(predict_kv(entry.spec.path, settings.n_ctx, settings.kv_quant)["kv_bytes"])
+        options = entry.options
+        return options.n_slots * int(predict_kv(entry.spec.path, options.n_ctx, options.kv_quant)["kv_bytes"])
 
     async def _unload(self, entry: ModelEntry) -> None:
         llm, entry.llm = entry.llm, None
@@ -206,6 +242,10 @@ class ModelRegistry:
         assert idle_unload is not None
         while True:
             await asyncio.sleep(min(1.0, idle_unload / 4))
-            for entry in self.entries.values():
+            for entry in list(self.entries.values()):
                 if entry.llm and not entry.n_users and time.monotonic() - entry.last_used >= idle_unload:
                     await self._unload(entry)
+
+
+def _entry(spec: ModelSpec, options: LoadOptions) -> ModelEntry:
+    return ModelEntry(spec, options, created=int(spec.path.stat().st_mtime))

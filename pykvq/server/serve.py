@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 from ipaddress import ip_address
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,10 @@ from pykvq.cli.program import print_version, require, run_program
 from pykvq.errors import InvalidArgumentError, LibraryError
 from pykvq.kv_config import DEFAULT_PRESET, kv_presets, parse_kv_config
 from pykvq.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings, parse_models
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
 
 PROGRAM = "pykvq-serve"
 _KEY_VARIABLE = "PYKVQ_API_KEY"
@@ -141,39 +146,58 @@ def run_server(settings: ServerSettings, host: str, port: int) -> int:
         LibraryError: the extra "server" is not installed.
     """
     try:
-        import uvicorn
-
         from pykvq.server.app import create_app
     except ImportError as error:
         raise LibraryError(f"the server needs more packages ({error}): pip install 'pykvq[server]'") from error
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    config = uvicorn.Config(
-        create_app(settings),
-        host=host,
-        port=port,
-        log_level="info" if settings.verbose else "warning",
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-        # the address of the client is never used
-        proxy_headers=False,
-        server_header=False,
-    )
-    server = uvicorn.Server(config)
-    listener = config.bind_socket()
-    listener.listen(config.backlog)  # whoever reads the line below may connect at once
+    server, listener = listening_server(create_app(settings), host, port, verbose=settings.verbose)
     _announce(settings, host, listener.getsockname()[1])
     server.run([listener])
     return 0 if server.started else 1
 
 
+def listening_server(app: ASGIApp, host: str, port: int, *, verbose: bool) -> tuple[uvicorn.Server, socket.socket]:
+    """A server and its socket, to which clients may connect at once; ``server.run([socket])`` then answers them.
+
+    Raises:
+        InvalidArgumentError: the address cannot be listened on.
+    """
+    import uvicorn
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level="info" if verbose else "warning",
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        # the address of the client is never used
+        proxy_headers=False,
+        server_header=False,
+    )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=config.backlog)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"cannot listen on {host}, port {port} ({error.strerror}): end what uses it, or give another --port"
+        ) from error
+    return uvicorn.Server(config), listener
+
+
 def _announce(settings: ServerSettings, host: str, port: int) -> None:
-    where = f"[{host}]" if ":" in host else host
     names = ", ".join(spec.name for spec in settings.models)
-    note(f"listening on http://{where}:{port}/v1 (models: {names}; {settings.n_slots} slots)")
-    if not settings.api_keys and not _is_loopback(host):
+    note(f"listening on {base_url(host, port)}/v1 (models: {names}; {settings.n_slots} slots)")
+    if not settings.api_keys and not is_loopback(host):
         note("warning: anyone who can reach this address can use the server: set an API key with --api-key")
 
 
-def _is_loopback(host: str) -> bool:
+def base_url(host: str, port: int) -> str:
+    """The address of a server, without a path."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

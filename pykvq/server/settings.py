@@ -22,11 +22,24 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
+class LoadOptions:
+    """How one model is loaded; ``force`` loads it even if the memory that is free does not suffice."""
+
+    kv_quant: str = DEFAULT_PRESET
+    n_slots: int = 4
+    n_ctx: int = 4096
+    n_threads: int | None = None
+    n_gpu_layers: int = 0
+    force: bool = False
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """How models are loaded and requests are served. Sizes are in tokens, bytes and seconds.
 
     Args:
-        models: what there is; the first one is for requests that name none, and is loaded at once.
+        models: what there is; the first one is for requests that name none, and is loaded at once. Without any, models
+            come by ``ModelRegistry.open``.
         n_slots, n_ctx: requests answered at once by each model, and the tokens that each may have.
         api_keys: one of these must come with each request; empty: none is asked for.
         max_queue: requests that may wait for a slot of a model.
@@ -53,6 +66,11 @@ class ServerSettings:
     max_body: int = 8 << 20
     cors_origins: tuple[str, ...] = ()
     verbose: bool = False
+
+    @property
+    def load_options(self) -> LoadOptions:
+        """How each of the models is loaded."""
+        return LoadOptions(self.kv_quant, self.n_slots, self.n_ctx, self.n_threads, self.n_gpu_layers)
 
 
 def parse_models(arguments: list[str]) -> tuple[ModelSpec, ...]:

@@ -1,10 +1,13 @@
 """Models that come and go: on demand, idle, and under a budget."""
 
+import asyncio
+
 import httpx
 import pytest
 
 from pykvq import InvalidArgumentError
-from pykvq.server.settings import parse_models
+from pykvq.server.app import create_app
+from pykvq.server.settings import LoadOptions, ModelSpec, ServerSettings, parse_models
 from server.conftest import running_server, wait_until
 
 PROMPT = {"prompt": "x", "max_tokens": 1}
@@ -72,3 +75,32 @@ def test_names_of_models(tmp_path):
         parse_models([str(first), str(second)])
     with pytest.raises(InvalidArgumentError, match="not found"):
         parse_models([str(tmp_path / "none.gguf")])
+
+
+def test_a_server_without_models_tells_so_and_takes_one_at_any_time(smollm2_path):
+    options = LoadOptions(kv_quant="q8_0", n_slots=1, n_ctx=256, n_threads=2)
+
+    async def steps(registry, client):
+        assert (await client.get("/health")).json() == {"status": "ok", "models": {}}
+        assert (await client.get("/kv")).json() == {"models": {}}
+        response = await client.post("/v1/completions", json=PROMPT)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        for name in ("first", "second"):
+            await registry.open(ModelSpec(name, smollm2_path), options)
+            assert (await client.post("/v1/completions", json=PROMPT)).json()["model"] == name
+            assert list(registry.entries) == [name]
+        kv = (await client.get("/kv")).json()["models"]["second"]
+        assert (kv["kv_quant"], kv["n_ctx"]) == ("q8_0", 256)
+        await registry.remove("second")
+        assert (await client.post("/v1/completions", json=PROMPT)).status_code == 404
+
+    async def run():
+        app = create_app(ServerSettings(models=()))
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client,
+        ):
+            await steps(app.state.context.registry, client)
+
+    asyncio.run(run())

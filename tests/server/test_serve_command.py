@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -43,6 +44,13 @@ def test_serving_until_a_signal(smollm2_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_port_that_is_taken(smollm2_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert main([str(smollm2_path), "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
@@ -23,10 +21,10 @@ router = APIRouter()
 async def health(request: Request) -> Response:
     """200 {"status": "ok"}, or 503 while the first model is being loaded or after that has failed."""
     registry = context_of(request).registry
-    first = registry.find(None)
     states = {name: entry.state for name, entry in registry.entries.items()}
-    if first.state in ("loading", "failed") and "loaded" not in states.values():
-        return JSONResponse({"status": first.state, "models": states}, 503, {"Retry-After": "1"})
+    first = states.get(registry.default_name or "")
+    if first in ("loading", "failed") and "loaded" not in states.values():
+        return JSONResponse({"status": first, "models": states}, 503, {"Retry-After": "1"})
     return JSONResponse({"status": "ok", "models": states})
 
 
@@ -39,14 +37,7 @@ async def metrics(request: Request) -> Response:
 @router.get("/kv")
 async def kv(request: Request) -> dict[str, Any]:
     """The KV caches of the loaded models as they are now: tiers, bytes, and the tokens that each slot holds."""
-    result = {}
-    for name, entry in context_of(request).registry.entries.items():
-        llm = entry.llm
-        if llm is not None:
-            # the cache is read between two steps, which may take a moment to come
-            info = await asyncio.to_thread(llm.kv_info)
-            result[name] = {**info, "slot_tokens": llm.slot_tokens(), "stats": asdict(llm.stats())}
-    return {"models": result}
+    return {"models": await context_of(request).registry.kv_report()}
 
 
 @router.post("/tokenize")
