@@ -23,6 +23,7 @@ __all__ = [
     "PykvqError",
     "QueueFullError",
     "StateError",
+    "StorageError",
     "UnsupportedArgumentError",
     "UnsupportedModelError",
 ]
@@ -102,3 +103,7 @@ class DownloadError(PykvqError, OSError):
 
 class ChatFileError(StateError):
     """A file given to load a chat from is not one that pykvq saved, or cannot be read."""
+
+
+class StorageError(PykvqError, OSError):
+    """The desktop app's data cannot be read or written, or is damaged."""

@@ -1,0 +1,110 @@
+"""Export, import and attachments."""
+
+import json
+
+import pytest
+
+from pykvq.desktop.attachments import MAX_BYTES, read_attachment, with_attachments
+from pykvq.desktop.conversations import Attachment, Conversations
+from pykvq.desktop.database import Database
+from pykvq.desktop.transfer import from_json, to_json, to_markdown
+from pykvq.errors import ChatFileError, InvalidArgumentError
+
+
+@pytest.fixture
+def chats(tmp_path):
+    database = Database(tmp_path)
+    yield Conversations(database)
+    database.close()
+
+
+@pytest.fixture
+def chat(chats):
+    chat = chats.create(system_prompt="Be brief.", folder="Work", sampling={"temperature": 0})
+    one = chats.add(chat.id, "user", "one", parent=None, attachments=[Attachment("a.txt", "text of a")])
+    chats.add(chat.id, "assistant", "two", parent=one.id, details={"n_tokens": 1})
+    chats.add(chat.id, "assistant", "zwei", parent=one.id)
+    return chats.get(chat.id)
+
+
+def test_json_brings_everything_back(chats, chat):
+    copy = from_json(chats, to_json(chat, chats.tree(chat.id)))
+    assert copy.id != chat.id
+    for name in ("title", "folder", "system_prompt", "sampling"):
+        assert getattr(copy, name) == getattr(chat, name)
+    assert [(m.role, m.content, m.details, m.attachments) for m in chats.tree(copy.id)] == [
+        (m.role, m.content, m.details, m.attachments) for m in chats.tree(chat.id)
+    ]
+    assert [m.content for m in chats.branch(copy.id)] == ["one", "zwei"]
+
+
+def test_markdown_has_the_branch_that_is_shown(chats, chat):
+    text = to_markdown(chat, chats.branch(chat.id))
+    assert text == "# one\n\n## System\n\nBe brief.\n\n## You\n\none\n\n*Attached: a.txt*\n\n## Model\n\nzwei\n"
+
+
+def test_files_that_are_no_conversations_are_refused_and_nothing_is_stored(chats, chat):
+    good = json.loads(to_json(chat, chats.tree(chat.id)))
+    wrong = [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, json.dumps({**good, "version": 2})]
+    wrong += [json.dumps({**good, name: value}) for name, value in (("head", 99), ("title", 1), ("sampling", []))]
+    for change in (
+        {"parent": 77},
+        {"role": "system"},
+        {"state": "odd"},
+        {"content": None},
+        {"id": "x"},
+        {"details": 1},
+    ):
+        wrong.append(json.dumps({**good, "messages": [{**good["messages"][0], **change}]}))
+    for name in ("messages", "head", "sampling", "title"):
+        wrong.append(json.dumps({key: value for key, value in good.items() if key != name}))
+    for data in wrong:
+        with pytest.raises(ChatFileError, match=r"choose a \.json file"):
+            from_json(chats, data)
+    assert chats.count() == 1
+
+
+def test_texts_are_attached():
+    attached = read_attachment("a.txt", "\ufeffÄ text".encode())
+    assert attached == Attachment("a.txt", "Ä text")
+    assert with_attachments("question", [attached]) == "File a.txt:\n\nÄ text\n\n---\n\nquestion"
+    assert with_attachments("question", []) == "question"
+
+
+def pdf_with(text):
+    stream = b"BT /F1 24 Tf 72 720 Td (%s) Tj ET" % text.encode()
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R"
+        b" /Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
+    ]
+    data, offsets = b"%PDF-1.4\n", []
+    for i, body in enumerate(objects):
+        offsets.append(len(data))
+        data += b"%d 0 obj\n%s\nendobj\n" % (i + 1, body)
+    rows = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
+    trailer = b"trailer << /Root 1 0 R /Size 5 >>\nstartxref\n%d\n%%%%EOF\n" % len(data)
+    return data + b"xref\n0 5\n0000000000 65535 f \n" + rows + trailer
+
+
+def test_a_pdf_is_attached():
+    pytest.importorskip("pypdf")
+    assert read_attachment("a.pdf", pdf_with("Hello from a PDF")).content.strip() == "Hello from a PDF"
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\x89PNG\xff", "neither text"),
+        (b"a\0b", "binary"),
+        (b"  \n", "no text"),
+        (b"%PDF-1.4 rubbish", "PDF"),
+        (b"x" * (MAX_BYTES + 1), "at most 8 MiB"),
+        (b"x" * 2_000_001, "2,000,001 characters"),
+    ],
+)
+def test_other_files_are_refused(data, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        read_attachment("file", data)
