@@ -14,10 +14,13 @@ SIMD_avx2    := -DGGML_NATIVE=OFF
 SIMD_generic := -DGGML_NATIVE=OFF $(foreach set,SSE42 AVX AVX2 BMI2 F16C FMA,-DGGML_$(set)=OFF)
 SIMD_aarch64 := -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux.cmake) -DGGML_NATIVE=OFF
 
-.PHONY: run test test-all test-native test-sanitize test-simd fidelity sanitized lint format check-patches clean
+.PHONY: run desktop test test-all test-native test-sanitize test-simd fidelity sanitized lint format check-patches clean
 
 run: $(INSTALLED)
 	@$(BIN)/pykvq-run $(ARGS)
+
+desktop: $(INSTALLED)
+	@$(BIN)/pykvq-desktop $(ARGS)
 
 test: $(INSTALLED) test-native
 	$(BIN)/python -m pytest -m "not slow"

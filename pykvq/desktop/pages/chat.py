@@ -1,0 +1,259 @@
+"""The chat: messages, what one writes, and how full the context is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from nicegui import events, ui
+
+from pykvq.desktop import sampling
+from pykvq.desktop.answer import Answer
+from pykvq.desktop.attachments import MAX_BYTES, read_attachment
+from pykvq.desktop.conversations import Attachment, Conversation, Message
+from pykvq.desktop.desk import Desk
+from pykvq.desktop.jobs import DOWNLOAD
+from pykvq.desktop.pages.chat_list import ChatList
+from pykvq.desktop.pages.chat_settings import SettingsDialog
+from pykvq.desktop.pages.layout import frame, icon_button, tell, told
+from pykvq.desktop.pages.load_dialog import load_model
+from pykvq.desktop.pages.messages import MessageView
+from pykvq.desktop.pages.progress import JobList
+from pykvq.errors import PykvqError, StorageError
+
+_SHOWN = 40
+_ENTER = "(e) => { if (e.key === 'Enter' && !e.shiftKey && !e.isComposing) { e.preventDefault(); emit(); } }"
+
+_Shape: TypeAlias = list[tuple[int, tuple[int, ...]]]
+
+
+class ChatPage:
+    """A conversation, or with None the place to begin one."""
+
+    def __init__(self, desk: Desk, conversation: int | None) -> None:
+        self._desk = desk
+        self._id = conversation
+        self._is_new = conversation is None
+        self._attachments: list[Attachment] = []
+        self._views: dict[int, MessageView] = {}
+        self._shape: _Shape | None = None  # of the branch that is shown
+        self._n_shown = _SHOWN
+        # of a conversation that does not exist yet
+        self._draft: dict[str, Any] = {"sampling": sampling.PRESETS[sampling.DEFAULT_PRESET]}
+        frame(desk, "/", self._title())
+        with ui.left_drawer(value=False, bordered=True, bottom_corner=True).props(
+            'show-if-above breakpoint=900 aria-label="Chats"'
+        ) as drawer:
+            ChatList(desk, conversation)
+        with ui.row(wrap=False).classes("spread items-center"):
+            icon_button("menu", "Chats", drawer.toggle)
+            self._heading = (
+                ui.label(self._title()).classes("text-h6 grow ellipsis").props('role="heading" aria-level="1"')
+            )
+            icon_button("tune", "Settings of this chat", self._edit_settings)
+        with ui.column().classes("spread").props('role="log" aria-live="polite" aria-label="Messages" data-chat'):
+            self.messages()
+        with ui.footer().props("bordered"), ui.column().classes("spread composer"):
+            self._composer()
+        desk.chat_changed.subscribe(self._changed)
+        desk.answer_grew.subscribe(self._grew)
+        desk.model_changed.subscribe(self.messages.refresh)
+
+    # --- messages
+
+    @ui.refreshable_method
+    def messages(self) -> None:
+        """Builds the branch that is shown."""
+        self._views, self._shape = {}, None
+        try:
+            branch = self._branch()
+            self._shape = _shape(branch)
+        except StorageError as error:
+            ui.label(str(error)).classes("error")
+            return
+        if not branch:
+            self._welcome()
+        if len(branch) > self._n_shown:
+            ui.button("Show earlier messages", on_click=self._show_earlier).props("flat no-caps")
+        actions: dict[str, Callable[[Any], Any]] = {
+            "edit": self._edit,
+            "regenerate": self._regenerate,
+            "show": self._show,
+        }
+        for message in branch[-self._n_shown :]:
+            view = self._views[message.id] = MessageView(message, actions)
+            answer = self._desk.unsaved.get(message.id, self._answer)
+            if answer is not None and answer.message.id == message.id:
+                view.grow(answer)
+
+    def _welcome(self) -> None:
+        entry = self._desk.model
+        if entry is not None and entry.state == "loaded":
+            ui.label(f"{entry.spec.name} is ready: write something below.")
+            return
+        if entry is not None and entry.state == "loading":
+            ui.label(f"{entry.spec.name} is being loaded…")
+            return
+        ui.label("No model is loaded yet.")
+        last = self._desk.library.last_load()
+        with ui.row():
+            if last is not None:
+                ui.button(f"Load {last[0].stem} again", icon="replay", on_click=lambda: load_model(self._desk, *last))
+            else:
+                ui.button("Try the demo model", icon="bolt", on_click=self._start_demo).props("data-demo")
+            ui.button("Choose a model", icon="inventory_2", on_click=lambda: ui.navigate.to("/models")).props("outline")
+        JobList(self._desk, "Downloads", DOWNLOAD)
+
+    async def _start_demo(self) -> None:
+        with told():
+            await self._desk.start_demo()
+
+    def _branch(self) -> list[Message]:
+        return [] if self._id is None else self._desk.chats.branch(self._id)
+
+    @property
+    def _answer(self) -> Answer | None:
+        return None if self._id is None else self._desk.answers.get(self._id)
+
+    def _title(self) -> str:
+        if self._id is None:
+            return "New chat"
+        try:
+            return self._desk.chats.get(self._id).title
+        except StorageError:
+            return "No such chat"
+
+    def _changed(self, conversation: int) -> None:
+        if conversation != self._id:
+            return
+        self._heading.set_text(self._title())
+        try:
+            is_shown = _shape(self._branch()) == self._shape
+        except StorageError:
+            is_shown = False
+        if not is_shown:  # else only an answer has ended, which its view knows
+            self.messages.refresh()
+        self._show_state()
+
+    def _grew(self, answer: Answer) -> None:
+        view = self._views.get(answer.message.id)
+        if view is not None:
+            view.grow(answer)
+            self._show_meter(answer.n_context)
+
+    def _show_earlier(self) -> None:
+        self._n_shown += 2 * _SHOWN
+        self.messages.refresh()
+
+    def _edit(self, message: Message) -> None:
+        def save() -> None:
+            with told():
+                self._desk.edit(message.id, text.value or "")
+                dialog.close()
+
+        with ui.dialog(value=True) as dialog, ui.card().style("width: 40rem; max-width: 95vw"):
+            ui.label("The conversation goes on from here; what there was stays on another branch.").classes("muted")
+            text = ui.textarea(value=message.content).props('autogrow autofocus outlined aria-label="Edited message"')
+            text.classes("spread")
+            with ui.row():
+                ui.button("Save and answer" if message.role == "user" else "Save", on_click=save).props("no-caps")
+                ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
+
+    def _regenerate(self, message: int) -> None:
+        with told():
+            self._desk.regenerate(message)
+
+    def _show(self, message: int) -> None:
+        with told():
+            self._desk.show(message)
+
+    # --- what one writes
+
+    def _composer(self) -> None:
+        self._files = ui.row()
+        with ui.row(wrap=False).classes("spread items-end"):
+            icon_button("attach_file", "Attach a text or PDF", self._attach)
+            self._input = (
+                ui.textarea(placeholder="Message")
+                .props('autogrow outlined dense autofocus aria-label="Message" input-style="max-height: 12rem"')
+                .classes("grow")
+                .on("keydown", self._send, js_handler=_ENTER)
+            )
+            self._send_button = icon_button("send", "Send", self._send)
+            self._stop_button = icon_button("stop_circle", "Stop", self._stop).props('data-key="stop"')
+        with ui.row(wrap=False).classes("spread items-center"):
+            self._bar = ui.linear_progress(0, show_value=False, size="4px").classes("grow")
+            self._bar.props('aria-label="Context in use"')
+            self._meter = ui.label().classes("muted").props("data-meter")
+        self._show_state()
+
+    def _show_state(self) -> None:
+        self._send_button.set_visibility(self._answer is None)
+        self._stop_button.set_visibility(self._answer is not None)
+        with told():
+            counts = [message.details for message in self._branch() if "n_prompt_tokens" in message.details]
+            self._show_meter(counts[-1]["n_prompt_tokens"] + counts[-1].get("n_tokens", 0) if counts else 0)
+
+    def _show_meter(self, n_tokens: int) -> None:
+        entry = self._desk.model
+        n_ctx = entry.llm.n_ctx() if entry is not None and entry.llm is not None else 0
+        self._bar.set_value(min(1.0, n_tokens / n_ctx) if n_ctx else 0)
+        self._meter.set_text(f"{n_tokens:,} of {n_ctx:,} tokens" if n_ctx else f"{n_tokens:,} tokens")
+
+    def _send(self) -> None:
+        text = self._input.value or ""
+        try:
+            if self._id is None and text.strip():
+                self._id = self._desk.chats.create(**self._draft).id
+            if self._id is None:
+                return
+            self._desk.send(self._id, text, self._attachments)
+        except PykvqError as error:
+            tell(error)
+            return
+        self._input.set_value("")
+        self._attachments = []
+        self._files.clear()
+        if self._is_new:
+            ui.navigate.to(f"/chat/{self._id}")
+
+    async def _stop(self) -> None:
+        if self._id is not None:
+            await self._desk.stop(self._id)
+
+    def _attach(self) -> None:
+        async def take(upload: events.UploadEventArguments) -> None:
+            with told():
+                attachment = read_attachment(upload.file.name, await upload.file.read())
+                self._attachments.append(attachment)
+                with self._files:
+                    ui.chip(attachment.name, icon="attach_file").props("dense color=primary text-color=white")
+                dialog.close()
+
+        with ui.dialog(value=True) as dialog, ui.card():
+            ui.label("Its text goes to the model with your next message.")
+            ui.upload(on_upload=take, auto_upload=True, multiple=True, max_file_size=MAX_BYTES).props(
+                'aria-label="Files to attach"'
+            )
+
+    # --- settings
+
+    def _edit_settings(self) -> None:
+        with told():
+            if self._id is None:
+                before, prompt = self._draft["sampling"], self._draft.get("system_prompt", "")
+            else:
+                chat: Conversation = self._desk.chats.get(self._id)
+                before, prompt = chat.sampling, chat.system_prompt
+            SettingsDialog(before, prompt, self._save_settings)
+
+    def _save_settings(self, system_prompt: str, values: dict[str, Any]) -> None:
+        if self._id is None:
+            self._draft = {"sampling": values, "system_prompt": system_prompt}
+        else:
+            self._desk.change(self._id, sampling=values, system_prompt=system_prompt)
+
+
+def _shape(branch: list[Message]) -> _Shape:
+    """What a change of which needs new views: which messages there are, and on which branches."""
+    return [(message.id, message.siblings) for message in branch]

@@ -1,0 +1,86 @@
+"""A running pykvq-desktop, and a browser that looks at it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+CHROMIUM = next((path for path in map(Path, ("/usr/bin/chromium", "/usr/bin/chromium-browser")) if path.exists()), None)
+COMMAND = "import sys; from pykvq.desktop.command import main; sys.exit(main())"
+
+
+class App:
+    """The process; ``url`` is without the token, ``address`` with it."""
+
+    def __init__(self, folder: Path, models: Path, command: str = COMMAND) -> None:
+        self.folder = folder
+        self.log = folder.with_suffix(".log")
+        environment = {**os.environ, "HOME": str(folder), "PYKVQ_CACHE_DIR": str(folder / "cache")}
+        environment["PYKVQ_MODELS_DIR"] = str(models)
+        arguments = ["--no-window", "--port", "0", "--data-dir", str(folder / "data")]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen([sys.executable, "-c", command, *arguments], stderr=log, env=environment)
+        wait_for(lambda: "token=" in self.log.read_text() or self.process.poll() is not None, 60)
+        match = re.search(r"(http://\S+/)\?token=\S+", self.log.read_text())
+        assert match, self.log.read_text()
+        self.address, self.url = match[0], match[1]
+
+    def kill(self) -> None:
+        """As kill -9 does."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(30)
+
+
+@contextmanager
+def running_app(folder: Path, models: Path, command: str = COMMAND):
+    folder.mkdir(exist_ok=True)
+    app = App(folder, models, command)
+    try:
+        yield app
+    finally:
+        app.kill()
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def load(page, app, model, kv="ultra4", ctx=None):
+    """Loads a model by the load dialog."""
+    page.goto(f"{app.url}models")
+    page.click(f'[data-model="{model}"] [data-open-load]')
+    if ctx is not None:
+        page.fill('[aria-label="Context"]', str(ctx))
+    if kv != "ultra4":
+        page.click(".q-dialog .q-select")
+        page.click(f'.q-menu [role=option]:has-text("{kv}")')
+    page.click("[data-load]:not([disabled])")
+    page.wait_for_selector("[data-loaded]:has-text(': loaded')", timeout=60_000)
+
+
+def send(page, text):
+    page.fill('[aria-label="Message"]', text)
+    page.press('[aria-label="Message"]', "Enter")
+
+
+def wait_for_answer(page, n_messages):
+    """Until so many messages are there and the last one is complete."""
+    page.wait_for_function(
+        """n => document.querySelectorAll('article').length === n &&
+             /first after|stopped|ended/.test(document.querySelectorAll('article')[n - 1].innerText) &&
+             !document.querySelector('[data-key=stop]')?.checkVisibility()""",
+        arg=n_messages,
+        timeout=120_000,
+    )
+    return page.locator("article")
