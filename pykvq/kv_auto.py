@@ -77,9 +77,10 @@ def choose_format(
     if fitting:
         return min(fitting, key=lambda choice: (choice.predicted_kld, choice.n_bytes))
     smallest = min(choices, key=lambda choice: choice.n_bytes)
+    largest = _largest_ctx(model, smallest.kv, n_ctx, budget)
     raise OutOfMemoryError(
         f"no KV format of {n_ctx} tokens fits {budget / _MIB:.0f} MiB, the smallest takes "
-        f"{smallest.n_bytes / _MIB:.0f} MiB: use n_ctx {_largest_ctx(model, smallest.kv, n_ctx, budget)} or less"
+        f"{smallest.n_bytes / _MIB:.0f} MiB: {f'use n_ctx {largest} or less' if largest else 'give it more'}"
     )
 
 
