@@ -87,7 +87,7 @@ $(VENV)/bin/python:
 
 # The build needs are installed first and used without isolation, so that a rebuild is incremental.
 $(INSTALLED): $(VENV)/bin/python pyproject.toml CMakeLists.txt models/catalog.toml $(NATIVE)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'scikit-build-core>=0.10' 'cffi>=1.17' 'cmake>=3.21' ninja 'pip>=23'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'scikit-build-core>=0.10' 'setuptools>=70.1' 'cffi>=1.17' 'cmake>=3.21' ninja 'pip>=23'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	@touch $@
 
