@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -35,8 +35,9 @@ def event_stream(events: AsyncIterator[str], resources: AsyncExitStack, end: str
 
 class _EventResponse(StreamingResponse):
     def __init__(self, events: AsyncIterator[str], resources: AsyncExitStack, end: str) -> None:
-        super().__init__(_guarded(events, end), media_type="text/event-stream", headers=_HEADERS)
+        self._body = _guarded(events, end)
         self._events = events
+        super().__init__(self._body, media_type="text/event-stream", headers=_HEADERS)
         self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,17 +46,20 @@ class _EventResponse(StreamingResponse):
             try:
                 await super().__call__(scope, receive, send)
             finally:
-                if isinstance(self._events, AsyncGenerator):
-                    await self._events.aclose()
-                del self._events, self.body_iterator
+                # from the outside in: the inner one may be at work for the outer
+                for each in (self._body, self._events):
+                    if isinstance(each, AsyncGenerator):
+                        await each.aclose()
+                del self._body, self._events, self.body_iterator
 
 
 async def _guarded(events: AsyncIterator[str], end: str) -> AsyncGenerator[str, None]:
-    try:
-        async for text in _kept_alive(events):
-            yield text
-    except Exception as error:
-        yield event(api_error(error).body())
+    async with aclosing(_kept_alive(events)) as kept_alive:
+        try:
+            async for text in kept_alive:
+                yield text
+        except Exception as error:
+            yield event(api_error(error).body())
     yield end
 
 
@@ -81,8 +85,6 @@ async def _kept_alive(events: AsyncIterator[str]) -> AsyncGenerator[str, None]:
         if pending is not None:
             pending.cancel()
             await asyncio.wait([pending])
-        if isinstance(events, AsyncGenerator):
-            await events.aclose()
 
 
 async def _next(iterator: AsyncIterator[str]) -> str:

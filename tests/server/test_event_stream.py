@@ -52,3 +52,30 @@ def test_a_client_that_goes_away(spec_version, n_sent):
         assert gone() is None
 
     asyncio.run(test())
+
+
+def test_a_client_that_goes_away_while_the_next_event_is_awaited(monkeypatch):
+    """Its end is noticed when a comment is sent, in the middle of the generator's own waiting."""
+    monkeypatch.setattr("pykvq.server.sse._KEEP_ALIVE_SECONDS", 0.01)
+    released, closed = [], []
+
+    async def events():
+        try:
+            await asyncio.Event().wait()
+            yield "never"
+        finally:
+            closed.append(True)
+
+    async def send(message):
+        if b"keep-alive" in message.get("body", b""):
+            raise OSError
+
+    async def test():
+        resources = AsyncExitStack()
+        resources.callback(released.append, True)
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        with pytest.raises(ClientDisconnect):
+            await event_stream(events(), resources)(scope, None, send)
+        assert (closed, released) == ([True], [True])
+
+    asyncio.run(test())
