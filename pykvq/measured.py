@@ -44,6 +44,8 @@ def recall(model_path: str | os.PathLike[str], tiers: str) -> dict[str, Any] | N
     Args:
         tiers: the format as text, as ``kv_info()["tiers_spec"]``.
     """
+    if not _folder().is_dir():  # nothing was ever measured: spare each load the hash
+        return None
     return _read(_path(model_path)).get(tiers)
 
 
@@ -58,7 +60,11 @@ def warning(name: str, measured: dict[str, Any]) -> str | None:
 
 
 def _path(model_path: str | os.PathLike[str]) -> Path:
-    return cache_dir() / "fidelity" / f"{model_hash(model_path)[:32]}.json"
+    return _folder() / f"{model_hash(model_path)[:32]}.json"
+
+
+def _folder() -> Path:
+    return cache_dir() / "fidelity"
 
 
 def _read(path: Path) -> dict[str, Any]:
