@@ -265,7 +265,7 @@ static void test_mul_heads(int64_t dim, int64_t n_head_kv, int64_t group, int64_
 
 int main() {
     for (const int64_t dim : { 16, 24, 64, 80, 96, 128, 256 }) {
-        for (const int64_t n_tokens : { 1, 2, 15, 16, 65, 200 }) {
+        for (const int64_t n_tokens : { 1, 2, 15, 16, 21, 65, 200 }) {
             for (const int n_threads : { 1, 2, 5 }) {
                 test_mul_heads(dim, 3, 3, n_tokens, n_threads);
                 test_mul_heads(dim, 1, 4, n_tokens, n_threads);

@@ -78,6 +78,8 @@ def test_the_more_sensitive_side_gets_the_bits(sizes, k, v, expected):
 def test_nothing_fits(sizes):
     with pytest.raises(OutOfMemoryError, match="use n_ctx 256 or less"):
         choose_format(object(), info(), 1000, 700, n_sink=4)
+    with pytest.raises(OutOfMemoryError, match=r"the smallest takes .* MiB: give it more"):
+        choose_format(object(), info(), 1000, 1, n_sink=4)
 
 
 def test_without_a_calibration_types_stay_uniform(sizes):
