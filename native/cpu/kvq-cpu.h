@@ -6,6 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+struct ggml_cgraph;
 struct ggml_compute_params;
 struct ggml_tensor;
 
@@ -27,9 +28,14 @@ void kvq_vec_dot_q4_ves_q8_0(int n, float * s, size_t bs, const void * x, size_t
                              int nrc);
 void kvq_vec_dot_q2_ts_q8_0(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
 
-// GGML_OP_MUL_MAT of a small F32 matrix a head [dim_in, dim_out, n_head or a divisor] and [dim_in, 1, n_head, n_tokens].
+// GGML_OP_MUL_MAT of a small matrix a head [dim_in, dim_out, n_head or a divisor], F32 or F16, and F32 vectors [dim_in, 1,
+// n_head, n_tokens]; sums are of floats.
 bool kvq_mul_heads_supported(const struct ggml_tensor * dst);
 void kvq_compute_forward_mul_heads(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+
+// The same with the GGML_OP_SUB of a mean before or the GGML_OP_ADD of one after, a vector a matrix [dim, 1, n_matrix]: computes
+// both if node i of the graph is the first of two such nodes. Returns how many nodes after node i are done with it.
+int kvq_fuse_mul_heads(const struct ggml_cgraph * graph, int i, const struct ggml_compute_params * params);
 
 // GGML_OP_FLASH_ATTN_EXT. K and V may go on in src[5] and src[6], src[7] and src[8], src[9] and src[10]: the tiers of one
 // cache. The mask covers the cells of all of them in this order. A tier's head may be wider than the query's: what stands

@@ -1,10 +1,12 @@
 // Products of a matrix a head and that head's vectors: the transforms around a calibrated KV cache. ggml's own kernel takes
-// one dot product at a time, and wants the vectors copied together.
+// one dot product at a time, and wants the vectors copied together. A mean that is taken from the vectors before or added to
+// the result after is taken along: as a node of its own it costs a barrier, at one token more than the product.
 
 #include "ggml-cpu-impl.h"
 #include "ggml-impl.h"
 #include "kvq-cpu.h"
 #include "kvq-simd.h"
+#include "simd-mappings.h"
 
 #include <algorithm>
 
@@ -16,47 +18,96 @@ constexpr int64_t MIN_TURNED    = 16;  // tokens from which on it pays to turn t
 constexpr int64_t TOKENS_A_UNIT = 64;
 constexpr int AT_ONCE           = 8;
 
-struct product {
-    const ggml_tensor * matrix;  // [dim_in, dim_out, n_head / group]
-    const ggml_tensor * in;      // [dim_in, 1, n_head, n_tokens]
-    ggml_tensor * out;           // [dim_out, 1, n_head, n_tokens]
-    int64_t group;
+vfloat load(const ggml_fp16_t * x) {
+#if defined(KVQ_AVX512)
+    return (vfloat) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) x));
+#elif defined(KVQ_AVX2)
+    return (vfloat) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) x));
+#elif defined(KVQ_NEON)
+    return (vfloat) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
+#else
+    vfloat result;
+    for (int i = 0; i < LANES; i++) {
+        result[i] = GGML_CPU_FP16_TO_FP32(x[i]);
+    }
+    return result;
+#endif
+}
 
-    const float * row(int64_t head, int64_t i) const {
-        return (const float *) ((const char *) matrix->data + i * matrix->nb[1] + head / group * matrix->nb[2]);
+using kvq::load;
+
+struct product {
+    const ggml_tensor * matrix;  // [dim_in, dim_out, n_matrix], F32 or F16
+    const ggml_tensor * in;      // [dim_in, 1, n_head, n_tokens]
+    float * out;                 // [dim_out, n_head, n_tokens]
+    const float * before;        // [dim_in, n_matrix], taken from what comes in, or NULL
+    const float * after;         // [dim_out, n_matrix], added to what goes out, or NULL
+
+    product(const ggml_tensor * matrix, const ggml_tensor * in, const ggml_tensor * before, const ggml_tensor * after,
+            ggml_tensor * out)
+        : matrix(matrix),
+          in(in),
+          out((float *) out->data),
+          before(before ? (const float *) before->data : nullptr),
+          after(after ? (const float *) after->data : nullptr) {}
+
+    int64_t n_dim() const { return matrix->ne[0]; }
+
+    int64_t of_head(int64_t head) const { return head / (in->ne[2] / matrix->ne[2]); }
+
+    const char * row(int64_t head, int64_t i) const {
+        return (const char *) matrix->data + i * matrix->nb[1] + of_head(head) * matrix->nb[2];
     }
 
     const float * x(int64_t head, int64_t token) const {
         return (const float *) ((const char *) in->data + head * in->nb[2] + token * in->nb[3]);
     }
 
-    float * y(int64_t head, int64_t token) const {
-        return (float *) ((char *) out->data + head * out->nb[2] + token * out->nb[3]);
+    const float * x_mean(int64_t head) const { return before ? before + of_head(head) * matrix->ne[0] : nullptr; }
+
+    void store_result(int64_t head, int64_t token, int64_t row, vfloat y) const {
+        if (after) {
+            y += load(after + of_head(head) * matrix->ne[1] + row);
+        }
+        store(out + (token * in->ne[2] + head) * matrix->ne[1] + row, y);
     }
 };
 
 // LANES values of the result for one token, row by row.
-void multiply_rows(const product & p, int64_t head, int64_t first_row, int64_t token) {
-    const float * x = p.x(head, token);
-    vfloat sums[LANES];
+template <typename T> void multiply_rows(const product & p, int64_t head, int64_t first_row, int64_t token) {
+    const float * x    = p.x(head, token);
+    const float * mean = p.x_mean(head);
+    const T * rows[LANES];
     for (int r = 0; r < LANES; r++) {
-        const float * row = p.row(head, first_row + r);
-        sums[r]           = load(row) * load(x);
-        for (int64_t j = LANES; j < p.in->ne[0]; j += LANES) {
-            sums[r] += load(row + j) * load(x + j);
+        rows[r] = (const T *) p.row(head, first_row + r);
+    }
+    vfloat sums[LANES] = {};
+    for (int64_t j = 0; j < p.n_dim(); j += LANES) {
+        const vfloat value = mean ? load(x + j) - load(mean + j) : load(x + j);
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; r++) {
+            sums[r] += load(rows[r] + j) * value;
         }
     }
-    store(p.y(head, token) + first_row, sum_each(sums));
+    p.store_result(head, token, first_row, sum_each(sums));
 }
 
 template <int N>
 void multiply_columns(const product & p, const float * columns, int64_t head, int64_t first_row, int64_t token) {
+    alignas(64) float centred[N][MAX_DIM];
+    const float * mean = p.x_mean(head);
     const float * x[N];
-    vfloat sums[N] = {};
     for (int t = 0; t < N; t++) {
         x[t] = p.x(head, token + t);
+        if (mean) {
+            for (int64_t j = 0; j < p.n_dim(); j += LANES) {
+                store(centred[t] + j, load(x[t] + j) - load(mean + j));
+            }
+            x[t] = centred[t];
+        }
     }
-    for (int64_t j = 0; j < p.in->ne[0]; j++) {
+    vfloat sums[N] = {};
+    for (int64_t j = 0; j < p.n_dim(); j++) {
         const vfloat column = load(columns + j * LANES);
 #pragma GCC unroll 8
         for (int t = 0; t < N; t++) {
@@ -64,25 +115,33 @@ void multiply_columns(const product & p, const float * columns, int64_t head, in
         }
     }
     for (int t = 0; t < N; t++) {
-        store(p.y(head, token + t) + first_row, sums[t]);
+        p.store_result(head, token + t, first_row, sums[t]);
+    }
+}
+
+// LANES rows of a matrix, turned: columns[dim_in][LANES].
+template <typename T> void turn_rows(const product & p, int64_t head, int64_t first_row, float * columns) {
+    for (int r = 0; r < LANES; r++) {
+        const T * row = (const T *) p.row(head, first_row + r);
+        for (int64_t j = 0; j < p.n_dim(); j += LANES) {
+            const vfloat values = load(row + j);
+            for (int i = 0; i < LANES; i++) {
+                columns[(j + i) * LANES + r] = values[i];
+            }
+        }
     }
 }
 
 // LANES values of the result for tokens [begin, end).
-void multiply(const product & p, int64_t head, int64_t first_row, int64_t begin, int64_t end) {
+template <typename T> void multiply(const product & p, int64_t head, int64_t first_row, int64_t begin, int64_t end) {
     if (end - begin < MIN_TURNED) {
         for (int64_t t = begin; t < end; t++) {
-            multiply_rows(p, head, first_row, t);
+            multiply_rows<T>(p, head, first_row, t);
         }
         return;
     }
     alignas(64) float columns[MAX_DIM * LANES];
-    for (int r = 0; r < LANES; r++) {
-        const float * row = p.row(head, first_row + r);
-        for (int64_t j = 0; j < p.in->ne[0]; j++) {
-            columns[j * LANES + r] = row[j];
-        }
-    }
+    turn_rows<T>(p, head, first_row, columns);
     int64_t t = begin;
     for (; t + AT_ONCE <= end; t += AT_ONCE) {
         multiply_columns<AT_ONCE>(p, columns, head, first_row, t);
@@ -92,28 +151,127 @@ void multiply(const product & p, int64_t head, int64_t first_row, int64_t begin,
     }
 }
 
+void compute(const product & p, const ggml_compute_params * params) {
+    const auto multiply_part = p.matrix->type == GGML_TYPE_F16 ? multiply<ggml_fp16_t> : multiply<float>;
+    const int64_t n_tokens   = p.in->ne[3];
+    const int64_t n_blocks   = p.matrix->ne[1] / LANES;
+    const int64_t n_spans    = (n_tokens + TOKENS_A_UNIT - 1) / TOKENS_A_UNIT;
+    const int64_t n_units    = p.in->ne[2] * n_blocks * n_spans;
+    const int64_t first      = params->ith * n_units / params->nth;
+    const int64_t last       = (params->ith + 1) * n_units / params->nth;
+    if (n_spans == 1) {
+        // a token waits for its matrices to come from memory: ask for all of them at once
+        const char * begin = p.row(first / n_blocks, first % n_blocks * LANES);
+        const char * end   = p.row((last - 1) / n_blocks, (last - 1) % n_blocks * LANES) + LANES * p.matrix->nb[1];
+        for (; begin < end; begin += 64) {
+            __builtin_prefetch(begin, 0, 2);
+        }
+    }
+    for (int64_t unit = first; unit < last; unit++) {
+        const int64_t head  = unit / (n_blocks * n_spans);
+        const int64_t begin = unit % n_spans * TOKENS_A_UNIT;
+        multiply_part(p, head, unit / n_spans % n_blocks * LANES, begin, std::min(begin + TOKENS_A_UNIT, n_tokens));
+    }
+}
+
+// The first node after node i that computes, if it is an op of this kind and alone reads what node i gives, as its src[slot];
+// else -1. Views may lie between.
+int find_only_reader(const ggml_cgraph * graph, int i, ggml_op op, int slot) {
+    for (int j = i + 1; j < graph->n_nodes; j++) {
+        const ggml_tensor * node = graph->nodes[j];
+        const bool view          = ggml_op_is_empty(node->op);
+        if (node->src[view ? 0 : slot] != graph->nodes[i]) {
+            if (view) {
+                continue;  // of something else
+            }
+            return -1;
+        }
+        if (ggml_node_get_use_count(graph, i) != 1 || (graph->nodes[i]->flags & GGML_TENSOR_FLAG_OUTPUT)) {
+            return -1;
+        }
+        if (!view) {
+            return node->op == op ? j : -1;
+        }
+        i = j;
+    }
+    return -1;
+}
+
+// Whether `mean` is one vector for each matrix of a product.
+bool is_mean(const ggml_tensor * mean, int64_t dim, const ggml_tensor * matrix) {
+    return mean->type == GGML_TYPE_F32 && ggml_is_contiguous(mean) && mean->ne[0] == dim && mean->ne[1] == 1 &&
+           mean->ne[2] == matrix->ne[2] && mean->ne[3] == 1;
+}
+
+bool overlap(const ggml_tensor * a, const ggml_tensor * b) {
+    const char * a_data = (const char *) a->data;
+    const char * b_data = (const char *) b->data;
+    return a_data < b_data + ggml_nbytes(b) && b_data < a_data + ggml_nbytes(a);
+}
+
+// x - mean, then the product
+int fuse_before(const ggml_cgraph * graph, int i, const ggml_compute_params * params) {
+    const ggml_tensor * centred = graph->nodes[i];
+    const ggml_tensor * x       = centred->src[0];
+    const int j                 = find_only_reader(graph, i, GGML_OP_MUL_MAT, 1);
+    if (j < 0 || x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) || !kvq_mul_heads_supported(graph->nodes[j])) {
+        return 0;
+    }
+    ggml_tensor * dst          = graph->nodes[j];
+    const ggml_tensor * matrix = dst->src[0];
+    // graph memory is given out as if the nodes ran one after another
+    if (dst->src[1] != centred || x->ne[2] != matrix->ne[2] || !is_mean(centred->src[1], x->ne[0], matrix) ||
+        overlap(x, dst)) {
+        return 0;
+    }
+    compute({ matrix, x, centred->src[1], nullptr, dst }, params);
+    return j - i;
+}
+
+// the product, then + mean
+int fuse_after(const ggml_cgraph * graph, int i, const ggml_compute_params * params) {
+    const ggml_tensor * product = graph->nodes[i];
+    const int j                 = kvq_mul_heads_supported(product) ? find_only_reader(graph, i, GGML_OP_ADD, 0) : -1;
+    if (j < 0) {
+        return 0;
+    }
+    ggml_tensor * dst          = graph->nodes[j];
+    const ggml_tensor * matrix = product->src[0];
+    const ggml_tensor * y      = dst->src[0];  // [dim_out, n_head / n_matrix, n_matrix, n_tokens]
+    const bool reshaped        = y->data == product->data && ggml_is_contiguous(y) && y->ne[0] == product->ne[0] &&
+                          y->ne[1] * y->ne[2] == product->ne[2] && y->ne[3] == product->ne[3];
+    if (!reshaped || y->ne[2] != matrix->ne[2] || !is_mean(dst->src[1], y->ne[0], matrix) ||
+        overlap(product->src[1], dst)) {
+        return 0;
+    }
+    compute({ matrix, product->src[1], nullptr, dst->src[1], dst }, params);
+    return j - i;
+}
+
 }  // namespace
 }  // namespace kvq
 
 bool kvq_mul_heads_supported(const struct ggml_tensor * dst) {
     const ggml_tensor * m = dst->src[0];
     const ggml_tensor * x = dst->src[1];
-    return m->type == GGML_TYPE_F32 && x->type == GGML_TYPE_F32 && x->ne[1] == 1 && m->ne[3] == 1 &&
-           m->ne[0] % kvq::LANES == 0 && m->ne[1] % kvq::LANES == 0 && m->ne[0] <= kvq::MAX_DIM &&
-           m->nb[0] == sizeof(float) && x->nb[0] == sizeof(float);
+    // ggml rounds what it multiplies with F16 weights; models' own products must not depend on how many tokens there are
+    const bool type_ok = m->type == GGML_TYPE_F32 || (m->type == GGML_TYPE_F16 && m->ne[2] > 1);
+    return type_ok && x->type == GGML_TYPE_F32 && x->ne[1] == 1 && m->ne[3] == 1 && m->ne[0] % kvq::LANES == 0 &&
+           m->ne[1] % kvq::LANES == 0 && m->ne[0] <= kvq::MAX_DIM && m->nb[0] == ggml_type_size(m->type) &&
+           x->nb[0] == sizeof(float);
 }
 
 void kvq_compute_forward_mul_heads(const struct ggml_compute_params * params, struct ggml_tensor * dst) {
-    const kvq::product p   = { dst->src[0], dst->src[1], dst, dst->ne[2] / dst->src[0]->ne[2] };
-    const int64_t n_tokens = dst->ne[3];
-    const int64_t n_blocks = dst->ne[0] / kvq::LANES;
-    const int64_t n_spans  = (n_tokens + kvq::TOKENS_A_UNIT - 1) / kvq::TOKENS_A_UNIT;
-    const int64_t n_units  = dst->ne[2] * n_blocks * n_spans;
-    const int64_t last     = (params->ith + 1) * n_units / params->nth;
-    for (int64_t unit = params->ith * n_units / params->nth; unit < last; unit++) {
-        const int64_t head  = unit / (n_blocks * n_spans);
-        const int64_t begin = unit % n_spans * kvq::TOKENS_A_UNIT;
-        kvq::multiply(p, head, unit / n_spans % n_blocks * kvq::LANES, begin,
-                      std::min(begin + kvq::TOKENS_A_UNIT, n_tokens));
+    kvq::compute({ dst->src[0], dst->src[1], nullptr, nullptr, dst }, params);
+}
+
+int kvq_fuse_mul_heads(const struct ggml_cgraph * graph, int i, const struct ggml_compute_params * params) {
+    switch (graph->nodes[i]->op) {
+        case GGML_OP_SUB:
+            return kvq::fuse_before(graph, i, params);
+        case GGML_OP_MUL_MAT:
+            return kvq::fuse_after(graph, i, params);
+        default:
+            return 0;
     }
 }

@@ -10,10 +10,14 @@ namespace {
 
 thread_local std::shared_ptr<const kvq_transform> scope_transform;
 
-// x [head_dim, n_head, n] times a matrix a KV head, [head_dim, head_dim, n_head_kv]; n_head may be a multiple of n_head_kv.
-ggml_tensor * transform_heads(ggml_context * ctx, ggml_tensor * matrix, ggml_tensor * x) {
+// x [head_dim, n_head, n] times a matrix a KV head [head_dim, head_dim, n_head_kv]; n_head may be a multiple of n_head_kv. A
+// vector a head [head_dim, 1, n_head] may be taken from x before or added to the result. The shapes are those that
+// kvq_fuse_mul_heads (native/cpu) looks for.
+ggml_tensor * transform_heads(ggml_context * ctx, ggml_tensor * matrix, ggml_tensor * x, ggml_tensor * before = nullptr,
+                              ggml_tensor * after = nullptr) {
     ggml_tensor * vectors = ggml_view_4d(ctx, x, x->ne[0], 1, x->ne[1], x->ne[2], x->nb[1], x->nb[1], x->nb[2], 0);
-    return ggml_reshape_3d(ctx, ggml_mul_mat(ctx, matrix, vectors), x->ne[0], x->ne[1], x->ne[2]);
+    ggml_tensor * result  = ggml_mul_mat(ctx, matrix, before ? ggml_sub(ctx, vectors, before) : vectors);
+    return ggml_reshape_3d(ctx, after ? ggml_add(ctx, result, after) : result, x->ne[0], x->ne[1], x->ne[2]);
 }
 
 }  // namespace
@@ -60,7 +64,8 @@ void kvq_transform::enter(ggml_context * ctx, const llama_kv_cache_context & cac
         k = self->store_keys(ctx, *cache.kv, il, k);
     }
     if (v) {
-        v = transform_heads(ctx, layer.v, self->centred_values ? ggml_sub(ctx, v, layer.v_mean) : v);
+        // not v less its mean: the memory of v would be given to the result, and the two nodes computed one by one
+        v = transform_heads(ctx, layer.v, v, nullptr, self->centred_values ? layer.v_offset : nullptr);
     }
 }
 
@@ -79,7 +84,7 @@ ggml_tensor * kvq_transform::leave(ggml_context * ctx, const llama_kv_cache_cont
     ggml_tensor * result    = transform_heads(ctx, layer.out, heads);
     if (self->centred_values) {
         result = ggml_reshape_4d(ctx, result, head_dim, n_head / n_head_kv, n_head_kv, n_tokens);
-        result = ggml_add(ctx, result, ggml_reshape_3d(ctx, layer.v_mean, head_dim, 1, n_head_kv));
+        result = ggml_add(ctx, result, layer.v_mean);
     }
     return ggml_reshape_2d(ctx, result, attention->ne[0], n_tokens);
 }
@@ -89,13 +94,14 @@ ggml_tensor * kvq_transform::restore_keys(ggml_context * ctx, const llama_kv_cac
     const layer & layer   = get_layer(cache, il);
     ggml_tensor * inverse = ggml_cont(ctx, ggml_transpose(ctx, layer.q));
     ggml_tensor * result  = transform_heads(ctx, inverse, keys);
-    return centred_keys ? ggml_add(ctx, result, layer.k_mean) : result;
+    return centred_keys ? ggml_add(ctx, result, ggml_reshape_2d(ctx, layer.k_mean, result->ne[0], result->ne[1])) :
+                          result;
 }
 
 ggml_tensor * kvq_transform::store_keys(ggml_context * ctx, const llama_kv_cache & cache, int32_t il,
                                         ggml_tensor * keys) const {
     const layer & layer = get_layer(cache, il);
-    return transform_heads(ctx, layer.k, centred_keys ? ggml_sub(ctx, keys, layer.k_mean) : keys);
+    return transform_heads(ctx, layer.k, keys, centred_keys ? layer.k_mean : nullptr);
 }
 
 void kvq_transform::build_shift(const llama_kv_cache & cache, const llama_cparams & cparams, ggml_context * ctx,

@@ -49,12 +49,13 @@ public:
 
 private:
     struct layer {
-        ggml_tensor * k      = nullptr;  // A, [head_dim, head_dim, n_head_kv], rows of a matrix along the second dim
-        ggml_tensor * q      = nullptr;  // A^-T
-        ggml_tensor * v      = nullptr;  // B
-        ggml_tensor * out    = nullptr;  // B^-1
-        ggml_tensor * k_mean = nullptr;  // [head_dim, n_head_kv]
-        ggml_tensor * v_mean = nullptr;
+        ggml_tensor * k        = nullptr;  // A, [head_dim, head_dim, n_head_kv], rows of a matrix along the second dim
+        ggml_tensor * q        = nullptr;  // A^-T
+        ggml_tensor * v        = nullptr;  // B
+        ggml_tensor * out      = nullptr;  // B^-1
+        ggml_tensor * k_mean   = nullptr;  // [head_dim, 1, n_head_kv]
+        ggml_tensor * v_mean   = nullptr;
+        ggml_tensor * v_offset = nullptr;  // -B v_mean
     };
 
     static const kvq_transform * of(const llama_kv_cache_context & cache);

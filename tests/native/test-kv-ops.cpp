@@ -234,43 +234,86 @@ static void test_flash_attention(ggml_type type_k, ggml_type type_v, const atten
           (int) s.head_dim, (int) s.n_kv, error);
 }
 
-// A matrix a KV head times the vectors of its heads, as the transforms of a calibration need it.
-static void test_mul_heads(int64_t dim, int64_t n_head_kv, int64_t group, int64_t n_tokens, int n_threads) {
-    graph g(n_threads);
-    const int64_t n_head = n_head_kv * group;
-    ggml_tensor * matrix = g.tensor(GGML_TYPE_F32, dim, dim, n_head_kv);
-    ggml_tensor * x      = ggml_new_tensor_4d(g.ctx, GGML_TYPE_F32, dim, 1, n_head, n_tokens);
-    ggml_tensor * y      = ggml_mul_mat(g.ctx, matrix, x);
-    g.allocate();
-    const std::vector<float> m = random_normal((size_t) (dim * dim * n_head_kv));
-    const std::vector<float> v = random_normal((size_t) (dim * n_head * n_tokens));
-    set(matrix, m);
-    set(x, v);
-    g.compute(y);
-    std::vector<float> expected;
-    for (int64_t row = 0; row < n_head * n_tokens; row++) {
-        const float * of_head = m.data() + row % n_head / group * dim * dim;
-        for (int64_t i = 0; i < dim; i++) {
-            double sum = 0.0;
-            for (int64_t j = 0; j < dim; j++) {
-                sum += (double) of_head[i * dim + j] * v[(size_t) (row * dim + j)];
+// A matrix a KV head times the vectors of its heads, as the transforms of a calibration need it; with a mean a KV head taken
+// from the vectors before, where there is a head a matrix, or added to the result after.
+enum class mean_use { NONE, BEFORE, AFTER };
+
+struct heads_shape {
+    ggml_type type;
+    int64_t dim, n_head_kv, group, n_tokens;
+    mean_use use;
+};
+
+static std::vector<float> expected_product(const heads_shape & s, const std::vector<float> & m,
+                                           const std::vector<float> & x, const std::vector<float> & mean) {
+    std::vector<float> result;
+    const int64_t n_head = s.n_head_kv * s.group;
+    for (int64_t row = 0; row < n_head * s.n_tokens; row++) {
+        const int64_t head_kv = row % n_head / s.group;
+        for (int64_t i = 0; i < s.dim; i++) {
+            double sum = s.use == mean_use::AFTER ? mean[(size_t) (head_kv * s.dim + i)] : 0.0;
+            for (int64_t j = 0; j < s.dim; j++) {
+                const double taken = s.use == mean_use::BEFORE ? mean[(size_t) (head_kv * s.dim + j)] : 0.0;
+                sum += m[(size_t) ((head_kv * s.dim + i) * s.dim + j)] * (x[(size_t) (row * s.dim + j)] - taken);
             }
-            expected.push_back((float) sum);
+            result.push_back((float) sum);
         }
     }
-    const double error = nmse(get<float>(y), expected);
-    CHECK(error < 1e-12, "dim %d, %d x %d heads, %d tokens, %d threads: %g", (int) dim, (int) n_head_kv, (int) group,
-          (int) n_tokens, n_threads, error);
+    return result;
+}
+
+static void test_mul_heads(const heads_shape & s, int n_threads) {
+    graph g(n_threads);
+    const int64_t n_head = s.n_head_kv * s.group;
+    ggml_tensor * matrix = g.tensor(s.type, s.dim, s.dim, s.n_head_kv);
+    ggml_tensor * mean   = g.tensor(GGML_TYPE_F32, s.dim, 1, s.n_head_kv);
+    ggml_tensor * x      = ggml_new_tensor_4d(g.ctx, GGML_TYPE_F32, s.dim, 1, n_head, s.n_tokens);
+    ggml_tensor * y      = ggml_mul_mat(g.ctx, matrix, s.use == mean_use::BEFORE ? ggml_sub(g.ctx, x, mean) : x);
+    if (s.use == mean_use::AFTER) {
+        y = ggml_add(g.ctx, ggml_reshape_4d(g.ctx, y, s.dim, s.group, s.n_head_kv, s.n_tokens), mean);
+    }
+    g.allocate();
+    std::vector<float> m = random_normal((size_t) (s.dim * s.dim * s.n_head_kv));
+    std::vector<ggml_fp16_t> half(m.size());
+    if (s.type == GGML_TYPE_F16) {
+        ggml_fp32_to_fp16_row(m.data(), half.data(), (int64_t) m.size());
+        ggml_fp16_to_fp32_row(half.data(), m.data(), (int64_t) m.size());
+        set(matrix, half);
+    } else {
+        set(matrix, m);
+    }
+    const std::vector<float> v = random_normal((size_t) (s.dim * n_head * s.n_tokens));
+    const std::vector<float> u = random_normal((size_t) (s.dim * s.n_head_kv));
+    set(x, v);
+    set(mean, u);
+    g.compute(y);
+    const double error = nmse(get<float>(y), expected_product(s, m, v, u));
+    // ggml's own product with F16 rounds the vectors too
+    const bool by_ggml = s.type == GGML_TYPE_F16 && (s.n_head_kv == 1 || s.dim % 16 != 0);
+    const double bound = by_ggml ? 1e-6 : 1e-12;
+    CHECK(error < bound, "%s, dim %d, %d x %d heads, %d tokens, mean %d, %d threads: %g", ggml_type_name(s.type),
+          (int) s.dim, (int) s.n_head_kv, (int) s.group, (int) s.n_tokens, (int) s.use, n_threads, error);
+}
+
+static void test_mul_heads_all(const heads_shape & s) {
+    for (const ggml_type type : { GGML_TYPE_F32, GGML_TYPE_F16 }) {
+        for (const mean_use use : { mean_use::NONE, mean_use::BEFORE, mean_use::AFTER }) {
+            if (use == mean_use::BEFORE && s.group > 1) {
+                continue;  // one vector a matrix does not fit more heads
+            }
+            for (const int n_threads : { 1, 5 }) {
+                test_mul_heads({ type, s.dim, s.n_head_kv, s.group, s.n_tokens, use }, n_threads);
+            }
+        }
+    }
 }
 
 int main() {
-    for (const int64_t dim : { 16, 24, 64, 80, 96, 128, 256 }) {
-        for (const int64_t n_tokens : { 1, 2, 15, 16, 21, 65, 200 }) {
-            for (const int n_threads : { 1, 2, 5 }) {
-                test_mul_heads(dim, 3, 3, n_tokens, n_threads);
-                test_mul_heads(dim, 1, 4, n_tokens, n_threads);
-                test_mul_heads(dim, 2, 1, n_tokens, n_threads);
-            }
+    for (const int64_t dim : { 16, 24, 64, 80, 256 }) {
+        for (const int64_t n_tokens : { 1, 15, 21, 200 }) {
+            test_mul_heads_all({ GGML_TYPE_F32, dim, 3, 3, n_tokens, mean_use::NONE });
+            test_mul_heads_all({ GGML_TYPE_F32, dim, 1, 4, n_tokens, mean_use::NONE });
+            test_mul_heads_all({ GGML_TYPE_F32, dim, 2, 1, n_tokens, mean_use::NONE });
         }
     }
     for (const ggml_type type : KV_TYPES) {
