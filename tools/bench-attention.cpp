@@ -33,7 +33,7 @@ struct options {
 };
 
 struct tier {
-    ggml_type type;
+    ggml_type type_k, type_v;
     int64_t rows;  // 0: what the other tiers leave
 };
 
@@ -48,14 +48,18 @@ constexpr int64_t MIN_BYTES  = 64 << 20;
 constexpr int64_t MAX_LAYERS = 64;
 
 static const std::vector<kind> KINDS = {
-    { "f16 (llama.cpp)", true, { { GGML_TYPE_F16, 0 } } },
-    { "q8_0 (llama.cpp)", true, { { GGML_TYPE_Q8_0, 0 } } },
-    { "f16", false, { { GGML_TYPE_F16, 0 } } },
-    { "q8_0", false, { { GGML_TYPE_Q8_0, 0 } } },
-    { "q4_0", false, { { GGML_TYPE_Q4_0, 0 } } },
-    { "q4_ve", false, { { GGML_TYPE_Q4_VE, 0 } } },
-    { "q2_t", false, { { GGML_TYPE_Q2_T, 0 } } },
-    { "f16:128+q4_ve", false, { { GGML_TYPE_F16, 192 }, { GGML_TYPE_Q4_VE, 0 } } },
+    { "f16 (llama.cpp)", true, { { GGML_TYPE_F16, GGML_TYPE_F16, 0 } } },
+    { "q8_0 (llama.cpp)", true, { { GGML_TYPE_Q8_0, GGML_TYPE_Q8_0, 0 } } },
+    { "f16", false, { { GGML_TYPE_F16, GGML_TYPE_F16, 0 } } },
+    { "q8_0", false, { { GGML_TYPE_Q8_0, GGML_TYPE_Q8_0, 0 } } },
+    { "q4_0", false, { { GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, 0 } } },
+    { "q4_ve", false, { { GGML_TYPE_Q4_VE, GGML_TYPE_Q4_VE, 0 } } },
+    { "q2_t", false, { { GGML_TYPE_Q2_T, GGML_TYPE_Q2_T, 0 } } },
+    { "f16:128+q4_ve", false, { { GGML_TYPE_F16, GGML_TYPE_F16, 192 }, { GGML_TYPE_Q4_VE, GGML_TYPE_Q4_VE, 0 } } },
+    { "f16:128+q4_ves/q4_ve",
+      false,
+      { { GGML_TYPE_F16, GGML_TYPE_F16, 192 }, { GGML_TYPE_Q4_VES, GGML_TYPE_Q4_VE, 0 } } },
+    { "f16:128+q2_ts/q2_t", false, { { GGML_TYPE_F16, GGML_TYPE_F16, 192 }, { GGML_TYPE_Q2_TS, GGML_TYPE_Q2_T, 0 } } },
 };
 
 // One kind at one depth: a graph with as many attention ops as it takes to leave the caches.
@@ -65,7 +69,9 @@ public:
         n_layers = 1;
         kv_bytes = 0;
         for (const tier & t : k.tiers) {
-            kv_bytes += 2 * rows_of(k, t, depth) * (int64_t) ggml_row_size(t.type, o.dim * o.kv_heads);
+            const size_t row =
+                ggml_row_size(t.type_k, o.dim * o.kv_heads) + ggml_row_size(t.type_v, o.dim * o.kv_heads);
+            kv_bytes += rows_of(k, t, depth) * (int64_t) row;
         }
         n_layers = std::clamp<int64_t>(MIN_BYTES / kv_bytes, 1, MAX_LAYERS);
         ctx =
@@ -115,8 +121,8 @@ private:
         ggml_tensor * op = nullptr;
         for (size_t t = 0; t < k.tiers.size(); t++) {
             const int64_t rows = rows_of(k, k.tiers[t], depth);
-            ggml_tensor * keys = ggml_new_tensor_2d(ctx, k.tiers[t].type, o.dim * o.kv_heads, rows);
-            ggml_tensor * vals = ggml_new_tensor_2d(ctx, k.tiers[t].type, o.dim * o.kv_heads, rows);
+            ggml_tensor * keys = ggml_new_tensor_2d(ctx, k.tiers[t].type_k, o.dim * o.kv_heads, rows);
+            ggml_tensor * vals = ggml_new_tensor_2d(ctx, k.tiers[t].type_v, o.dim * o.kv_heads, rows);
             caches.push_back(keys);
             caches.push_back(vals);
             if (t == 0) {

@@ -177,6 +177,48 @@ void decode_crumbs(const uint8_t * codes, const int8_t * levels, float scale, fl
 
 #endif
 
+// Codes of the strong values of a spectral key block: the low `bits` of qs and two more of qh.
+#if defined(__AVX2__)
+
+__m256i strong_codes(const uint8_t * qs, const uint8_t * qh, int bits) {
+    const __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) qs));
+    const __m256i low   = _mm256_and_si256(codes, _mm256_set1_epi32((1 << bits) - 1));
+    const __m256i extra =
+        _mm256_srlv_epi32(_mm256_set1_epi32(qh[0] | qh[1] << 8), _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14));
+    const __m256i high = _mm256_and_si256(extra, _mm256_set1_epi32(3));
+    return _mm256_or_si256(low, _mm256_slli_epi32(high, bits));
+}
+
+void decode_strong_q4(const block_q4_ves & x, float scale, float * out) {
+    const __m256i codes  = strong_codes(x.qs, x.qh, 4);
+    const __m256i thrice = _mm256_add_epi32(codes, _mm256_slli_epi32(codes, 1));
+    const __m256i levels = _mm256_add_epi32(thrice, _mm256_set1_epi32(kvq_strong_level(0)));
+    _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(levels), _mm256_set1_ps(scale)));
+}
+
+void decode_strong_q2(const block_q2_ts & x, float scale, float * out) {
+    const __m256i table  = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *) LEVELS_Q4_VE));
+    const __m256i bytes  = _mm256_shuffle_epi8(table, strong_codes(x.qs, x.qh, 2));
+    const __m256i levels = _mm256_srai_epi32(_mm256_slli_epi32(bytes, 24), 24);
+    _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(levels), _mm256_set1_ps(scale)));
+}
+
+#else
+
+void decode_strong_q4(const block_q4_ves & x, float scale, float * out) {
+    for (int i = 0; i < KVQ_STRONG; i++) {
+        out[i] = scale * (float) kvq_strong_level((x.qs[i] & 15) | kvq_extra(x.qh, i) << 4);
+    }
+}
+
+void decode_strong_q2(const block_q2_ts & x, float scale, float * out) {
+    for (int i = 0; i < KVQ_STRONG; i++) {
+        out[i] = scale * (float) LEVELS_Q4_VE[(x.qs[i] & 3) | kvq_extra(x.qh, i) << 2];
+    }
+}
+
+#endif
+
 void decode_row_f32(const float * x, int64_t n, float * out, const ggml_type_traits *) {
     std::memcpy(out, x, n * sizeof(float));
 }
@@ -225,9 +267,7 @@ void decode_row_q4_ves(const block_q4_ves * x, int64_t n, float * out, const ggm
         const float d = GGML_CPU_FP16_TO_FP32(x[b].d);
         decode_nibbles(x[b].qs, LEVELS_Q4_VE, d, out, out + 32);
         decode_nibbles(x[b].qs + 16, LEVELS_Q4_VE, d, out + 16, out + 48);
-        for (int i = 0; i < KVQ_STRONG; i++) {
-            out[i] = d * (float) kvq_strong_level((x[b].qs[i] & 15) | kvq_extra(x[b].qh, i) << 4);
-        }
+        decode_strong_q4(x[b], d, out);
     }
 }
 
@@ -235,9 +275,7 @@ void decode_row_q2_ts(const block_q2_ts * x, int64_t n, float * out, const ggml_
     for (int64_t b = 0; b < n / KVQ_BLOCK; b++, out += KVQ_BLOCK) {
         const float d = GGML_CPU_FP16_TO_FP32(x[b].d);
         decode_crumbs(x[b].qs, LEVELS_Q2_T, d, out);
-        for (int i = 0; i < KVQ_STRONG; i++) {
-            out[i] = d * (float) LEVELS_Q4_VE[(x[b].qs[i] & 3) | kvq_extra(x[b].qh, i) << 2];
-        }
+        decode_strong_q2(x[b], d, out);
     }
 }
 
