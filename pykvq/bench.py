@@ -31,6 +31,7 @@ _MAX_BATCH = 512
 _SEQUENCE, _HELPER_SEQUENCE = 0, 1
 _BANDWIDTH_BYTES = 256 << 20
 _WARM_UP_TOKENS = 4
+_SETTLE_SECONDS = 0.02  # the threads of the context before poll some 5 ms for more work
 _MIN_CTX = 4096  # as a model is loaded if nothing else is asked
 
 
@@ -245,7 +246,9 @@ def _decode_each(context: Context, tokens: list[int], depth: int) -> float:
 
 
 def _measure(context: Context, kind: _Kind, row: BenchRow, tokens: list[int], settings: BenchSettings) -> None:
+    time.sleep(_SETTLE_SECONDS)
     with _kernel_of(kind):
+        _decode_each(context, tokens[:_WARM_UP_TOKENS], row.depth)
         row.decode_seconds.append(_decode_each(context, tokens[: settings.n_gen], row.depth))
         n = settings.n_prefill
         start = time.perf_counter()
