@@ -162,7 +162,7 @@ def fill_struct(struct: Any, values: Mapping[str, FieldValue]) -> list[Any]:
         if value is None:
             continue
         if isinstance(value, str):
-            keep_alive.append(ffi.new("char[]", value.encode("utf-8")))
+            keep_alive.append(ffi.new("char[]", _encoded(value, name)))
         if isinstance(value, float) and _FLOAT32_MAX < abs(value) < math.inf:
             raise InvalidArgumentError(f"{name}={value!r} is out of range: it does not fit a 32-bit float")
         try:
@@ -196,10 +196,18 @@ def _fill_kv_format(struct: Any, kv: KVConfig) -> list[Any]:
 
 def encoded_path(path: str | os.PathLike[str]) -> bytes:
     """A path for the native library."""
-    raw_path = os.fspath(path).encode("utf-8", "surrogateescape")
-    if b"\0" in raw_path:
-        raise InvalidArgumentError(f"the path {path!r} holds a NUL character")
-    return raw_path
+    return _encoded(os.fspath(path), "the path")
+
+
+def _encoded(text: str, name: str) -> bytes:
+    """A text, which may be a path with bytes that are no UTF-8, for the native library."""
+    try:
+        raw = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"{name} {text!r} is not valid Unicode: {error.reason}") from error
+    if b"\0" in raw:
+        raise InvalidArgumentError(f"{name} {text!r} holds a NUL character")
+    return raw
 
 
 def read_string(read: Callable[[Any, int], int]) -> str | None:

@@ -1,5 +1,7 @@
 """Quantizing model files and making importance matrices, with a tiny model."""
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -161,6 +163,24 @@ def test_the_command(tiny, tmp_path, capsys):
         error = capsys.readouterr().err
         assert text in error
         assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="file names are Unicode there")
+def test_file_names_that_are_no_unicode(tiny, imatrix, tmp_path, capsys):
+    folder = os.fsencode(tmp_path)
+    source, matrix, out = (os.fsdecode(folder + b"/" + name) for name in (b"m\xff.gguf", b"i\xff.gguf", b"o\xff.gguf"))
+    shutil.copy(tiny, source)
+    assert quantize_cli.main([source, out, "q4_0", "--imatrix", matrix]) == 1
+    error = capsys.readouterr().err
+    assert "cannot read the importance matrix" in error
+    assert error.count("\n") == 1
+    shutil.copy(imatrix, matrix)
+    assert quantize_cli.main([source, out, "q4_0", "--imatrix", matrix]) == 0
+    assert np.isfinite(logits(out)).all()
+    with pytest.raises(InvalidArgumentError, match="imatrix .* is not valid Unicode"):
+        quantize.quantize(tiny, out, "q4_0", imatrix="\ud800")
+    with pytest.raises(InvalidArgumentError, match="imatrix .* holds a NUL character"):
+        quantize.quantize(tiny, out, "q4_0", imatrix="a\0b")
 
 
 def test_damaged_models_end_in_one_line(tiny, tmp_path):
