@@ -101,6 +101,8 @@ def converter_path() -> Path:
 def _model_folder(source: str | os.PathLike[str], report: ConvertProgress) -> Path:
     """The folder of a model that is to be converted, or the GGUF file that is to be quantized."""
     path = Path(source)
+    if path.is_symlink() and not path.exists():
+        raise ModelFileError(f"'{path}' is a link to what does not exist: give a folder or a GGUF file")
     if path.is_file():
         return path
     if path.is_dir():
@@ -129,10 +131,18 @@ def _fetch_folder(repo: str, report: ConvertProgress) -> Path:
 
 
 def _weight_bytes(folder: Path) -> int:
-    sizes = [path.stat().st_size for path in folder.iterdir() if path.suffix in _WEIGHTS]
+    try:
+        weights = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
+        sizes = {path: path.stat().st_size if path.exists() else None for path in weights}
+    except OSError as error:
+        raise ModelFileError(f"cannot read '{folder}' ({error.strerror or error}): check its permissions") from error
     if not sizes:
         raise ModelFileError(f"'{folder}' has no weights: no file ends in .safetensors or .bin")
-    return sum(sizes)
+    for path, size in sizes.items():
+        if not size:
+            fault = "is a link to a file that does not exist" if size is None else "is empty"
+            raise ModelFileError(f"'{path}' {fault}: fetch the model again")
+    return sum(filter(None, sizes.values()))
 
 
 def _run_converter(folder: Path, out: Path, type_name: str, weight_bytes: int, report: ConvertProgress) -> None:

@@ -107,8 +107,8 @@ def quantize(
     quantized = [name for name in model.weight_types if name not in _FLOAT_TYPES]
     if quantized and not allow_requantize:
         raise InvalidArgumentError(
-            f"'{source}' is quantized already ({', '.join(quantized)}): start from a 16-bit model, or lose "
-            "quality with allow_requantize=True (`pykvq-quantize --allow-requantize`)"
+            f"'{source}' is quantized already ({', '.join(quantized)}): start from a 16-bit model, or lose quality "
+            f"with `pykvq-quantize IN OUT {kind.name} --allow-requantize` (quantize(..., allow_requantize=True))"
         )
     if not force:
         require_space(target.parent, int(model.n_params * (kind.bits + _SPARE_BITS) / 8) + _SPARE_BYTES)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hub_server import HubServer
 from numpy.typing import NDArray
@@ -159,18 +160,66 @@ def test_a_folder_becomes_a_quantized_file(llama_folder, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
+SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
 @pytest.mark.slow
 @needs_tools
-def test_an_interrupted_conversion_leaves_nothing_behind(llama_folder, tmp_path):
+@pytest.mark.parametrize("number", SIGNALS, ids=str)
+def test_an_interrupted_conversion_leaves_nothing_behind(llama_folder, tmp_path, number):
     command = [sys.executable, "-m", "pykvq.cli.convert", llama_folder, tmp_path / "out.gguf"]
+    interrupt(command, tmp_path, number)
+
+
+# stands in for the converter: it writes a part of its output and goes on for a long time
+ENDLESS_CONVERTER = """
+import sys, time
+open(sys.argv[sys.argv.index("--outfile") + 1], "wb").write(bytes(1000))
+time.sleep(600)
+"""
+CONVERT_WITH = """
+import sys
+from pathlib import Path
+from pykvq import convert
+from pykvq.cli.convert import main
+convert.converter_path = lambda: Path(sys.argv[1])
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("type_name", ["f16", "q4_k_m"])
+@pytest.mark.parametrize("number", SIGNALS, ids=str)
+def test_a_signal_ends_the_converter_too(tmp_path, number, type_name):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "model.safetensors").write_bytes(bytes(2000))
+    (tmp_path / "converter.py").write_text(ENDLESS_CONVERTER)
+    converter = [sys.executable, "-c", CONVERT_WITH, tmp_path / "converter.py"]
+    interrupt([*converter, source, out / "out.gguf", "--type", type_name], out, number)
+
+
+def interrupt(command, folder, number):
+    """Sends a signal once the converter runs: it must end, and leave nothing in the folder."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as process:
         deadline = time.monotonic() + 60
-        while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
+        while not any(path.suffix == ".log" for path in folder.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        children = wait_for_children(process.pid)
+        process.send_signal(number)
+        assert process.wait(60) == SIGNALS[number]
         assert process.stderr.read() == ""
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
+    assert not any(child.is_running() for child in children)
+
+
+def wait_for_children(pid):
+    deadline = time.monotonic() + 60
+    while not (children := psutil.Process(pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return children
 
 
 @pytest.mark.slow
@@ -202,12 +251,34 @@ def test_refusals(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelFileError, match="has no weights"):
         convert.convert(tmp_path, out)
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(ModelFileError, match=r"model\.safetensors' is a link to a file that does not exist: fetch"):
+        convert.convert(tmp_path, out)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelFileError, match=r"model\.safetensors' is empty: fetch the model again"):
+        convert.convert(tmp_path, out)
+    (tmp_path / "link").symlink_to("gone")
+    monkeypatch.chdir(tmp_path)
+    for dangling in ("link", "./link", tmp_path / "link"):
+        with pytest.raises(ModelFileError, match="is a link to what does not exist"):
+            convert.convert(dangling, out)
     (tmp_path / "model.safetensors").write_bytes(b"x")
     # a Python without torch
     monkeypatch.setattr(convert, "sys", type("sys", (), {"executable": isolated_python(tmp_path)}))
     with pytest.raises(LibraryError, match=r"the converter needs \w+: pip install 'pykvq\[tools\]'"):
         convert.convert(tmp_path, out)
     assert not out.exists()
+
+
+def test_a_quantized_file_names_the_command_that_takes_it(tmp_path, capsys):
+    source = TinyModel().write(tmp_path / "tiny.gguf")
+    assert convert_cli.main([str(source), str(tmp_path / "q8.gguf"), "--type", "q8_0"]) == 0
+    capsys.readouterr()
+    assert convert_cli.main([str(tmp_path / "q8.gguf"), str(tmp_path / "out.gguf"), "--type", "q4_0"]) == 2
+    error = capsys.readouterr().err
+    assert "`pykvq-quantize IN OUT q4_0 --allow-requantize`" in error
+    assert error.count("\n") == 1
 
 
 def isolated_python(folder):
