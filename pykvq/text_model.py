@@ -236,7 +236,7 @@ class TextModel(LoadedModel):
         head = ResponseHead("chatcmpl-", "chat.completion", self.model_path if model is None else model)
 
         def make_writer(request: Request, result: Result, index: int) -> ChatWriter:
-            parser = ToolCallParser(self.tool_format, use.names) if use is not None else None
+            parser = ToolCallParser(self.tool_format, use.names, required=use.required) if use is not None else None
             return ChatWriter(head, request, result, index, parser=parser, legacy_functions=bool(functions))
 
         return Plan(head, requests, make_writer, stream)
@@ -316,7 +316,7 @@ class TextModel(LoadedModel):
         info = self._model.info
         if min(info.token_fim_prefix, info.token_fim_suffix, info.token_fim_middle) < 0:
             raise InvalidArgumentError(
-                f"suffix needs a model with fill-in-the-middle tokens, and {self.model_path} has none: leave it out"
+                "suffix needs a model with fill-in-the-middle tokens, and this one has none: leave it out"
             )
         if not isinstance(suffix, str):
             raise InvalidArgumentError(f"suffix must be text, got {type(suffix).__name__}")

@@ -68,13 +68,15 @@ class ToolCallParser:
         format: how the model writes calls.
         names: the functions that there are. An answer that is nothing but the JSON of a call to one of them, bare or in
             a code block, counts as that call: smaller models leave the markers away.
+        required: the answer is calls and nothing else. If its end is missing, the calls before it count.
 
     What may be a call is held back until it is known. A call that cannot be read is text.
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str]) -> None:
+    def __init__(self, format: ToolFormat, names: Collection[str], *, required: bool = False) -> None:
         self._format = format
         self._names = names
+        self._required = required
         self._marker = format.open.strip()
         self._close = format.close.strip()
         self._finder = StopMatcher([self._marker] if self._marker else [])
@@ -95,7 +97,7 @@ class ToolCallParser:
         """What was held back."""
         if self._bare is not None:
             text, self._bare = self._bare, None
-            calls = self._known(_read_calls(_without_fence(text), self._format.arguments_key))
+            calls = self._known(self._read_last(_without_fence(text)))
             if calls:
                 return "", calls
             content, calls = self._split(text)
@@ -104,9 +106,16 @@ class ToolCallParser:
         if self._finder.matched:
             call = self._call
             self._call, self._finder = "", StopMatcher([self._marker])
-            found = _read_calls(call, self._format.arguments_key)
-            return (content, calls + found) if found else (content + self._marker + call, calls)
+            found = self._read_last(call)
+            if found or (self._required and self._n_calls):
+                return content, calls + found
+            return content + self._marker + call, calls
         return content + self._shown(self._finder.finish()), calls
+
+    def _read_last(self, text: str) -> list[ToolCall]:
+        """The calls that the end of an answer is; if it must be calls, those before the place where it was cut."""
+        found = _read_calls(text, self._format.arguments_key)
+        return found or (_read_calls_before_cut(text, self._format.arguments_key) if self._required else [])
 
     def _split(self, text: str) -> tuple[str, list[ToolCall]]:
         content, calls = "", []
@@ -131,7 +140,7 @@ class ToolCallParser:
 
     def _shown(self, text: str) -> str:
         # line breaks between calls are a part of the format
-        return "" if self._n_calls and not text.strip() else text
+        return "" if self._n_calls and (self._required or not text.strip()) else text
 
     def _known(self, calls: list[ToolCall]) -> list[ToolCall]:
         return calls if all(call.name in self._names for call in calls) else []
@@ -190,6 +199,23 @@ def _read_calls(text: str, arguments_key: str) -> list[ToolCall]:
         return []
     calls = [_read_call(value, arguments_key) for value in values]
     return [] if None in calls else [call for call in calls if call is not None]
+
+
+def _read_calls_before_cut(text: str, arguments_key: str) -> list[ToolCall]:
+    """The complete calls at the start of a list of calls, with or without its bracket."""
+    calls: list[ToolCall] = []
+    decoder = json.JSONDecoder()
+    rest = text.strip().removeprefix("[")
+    while True:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except ValueError:
+            return calls
+        call = _read_call(value, arguments_key)
+        if call is None:
+            return calls
+        calls.append(call)
+        rest = rest[end:].lstrip(" \n\r\t;,")
 
 
 def _read_call(value: Any, arguments_key: str) -> ToolCall | None:

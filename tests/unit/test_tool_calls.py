@@ -12,9 +12,9 @@ NAMES = ("add", "get_weather")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
 
 
-def read(format, text, size=None):
+def read(format, text, size=None, required=False):
     """Content and calls of an answer that comes in pieces of ``size`` characters."""
-    parser = ToolCallParser(format, NAMES)
+    parser = ToolCallParser(format, NAMES, required=required)
     size = size or len(text) or 1
     parts = [parser.push(text[i : i + size]) for i in range(0, len(text), size)] + [parser.finish()]
     calls = [(call.name, json.loads(call.arguments)) for _, found in parts for call in found]
@@ -65,6 +65,23 @@ CASES = [
 @pytest.mark.parametrize(("format", "text", "expected"), CASES)
 def test_calls_are_told_from_text(format, text, expected, size):
     assert read(format, text, size) == expected
+
+
+HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+LLAMA_CALL = '{"name": "add", "parameters": {"a": 1}}; '
+MISTRAL_CALLS = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, '
+
+
+@pytest.mark.parametrize("size", [None, 1, 5])
+@pytest.mark.parametrize("cut", ["", "<tool", '{"na', '{"name": "add", "arguments": {"a'])
+@pytest.mark.parametrize(("format", "first"), [(HERMES, HERMES_CALL), (LLAMA_3, LLAMA_CALL), (MISTRAL, MISTRAL_CALLS)])
+def test_a_required_call_that_was_cut_is_no_text(format, first, cut, size):
+    second = "<tool_call>\n" + cut if format is HERMES and cut != "<tool" else cut
+    assert read(format, first + second, size, required=True) == ("", [("add", {"a": 1})])
+
+
+def test_a_first_call_that_was_cut_is_shown():
+    assert read(HERMES, '<tool_call>\n{"na', required=True) == ('<tool_call>\n{"na', [])
 
 
 def test_text_is_not_held_back_longer_than_needed():
