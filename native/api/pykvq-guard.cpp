@@ -59,11 +59,16 @@ int32_t to_log_level(ggml_log_level level) {
     }
 }
 
+// Warnings about what the caller asked for.
+bool is_wanted(const std::string & line) {
+    return line.find("model default pooling_type is") != std::string::npos;
+}
+
 void emit_log_line(ggml_log_level level, const std::string & line) {
     if (level == GGML_LOG_LEVEL_ERROR && state.depth > 0 && state.errors.size() < MAX_LOGGED_ERRORS) {
         state.errors.push_back(line);
     }
-    if (state.stop && state.stop->load(std::memory_order_relaxed)) {
+    if (is_wanted(line) || (state.stop && state.stop->load(std::memory_order_relaxed))) {
         level = GGML_LOG_LEVEL_DEBUG;
     }
     log_sink & sink = get_log_sink();

@@ -80,15 +80,24 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed; its log tells more", kind="server_error")
 
 
+def _says_json(request: Request) -> bool:
+    """Whether the Content-Type is JSON's, by which FastAPI decides to parse a body."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind.startswith("application/") and (kind == "application/json" or kind.endswith("+json"))
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Makes every failure of a request an OpenAI error."""
 
     async def on_error(_request: Request, error: Exception) -> JSONResponse:
         return api_error(error).response()
 
-    async def on_invalid_body(_request: Request, error: Exception) -> JSONResponse:
+    async def on_invalid_body(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
+        if first["type"] == "model_attributes_type" and not _says_json(request):
+            found = request.headers.get("content-type") or "missing"
+            return ApiError(400, f"the header Content-Type is {found}: send JSON with application/json").response()
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         message = f"{where}: {first['msg']}" if where else first["msg"]
         return ApiError(400, message, param=where or None).response()

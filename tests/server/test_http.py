@@ -91,6 +91,32 @@ def test_bad_json_is_400(http, content):
     assert error_of(response)["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("headers", "found"),
+    [({}, "missing"), ({"Content-Type": "text/plain"}, "text/plain")],
+)
+def test_json_without_its_content_type_names_the_header(http, headers, found):
+    response = http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert response.status_code == 400
+    assert error_of(response)["message"] == f"the header Content-Type is {found}: send JSON with application/json"
+
+
+def test_health_answers_head_too(server):
+    for path in ("/health", "/v1/health"):
+        response = httpx.head(server[0] + path)
+        assert (response.status_code, response.content) == (200, b"")
+
+
+def test_errors_tell_no_path_of_the_server(http):
+    error = error_of(http.post("/v1/completions", json={"prompt": "x", "suffix": "y"}))
+    assert "/" not in error["message"]
+
+
+def test_the_first_embedding_logs_nothing(http, caplog):
+    assert http.post("/v1/embeddings", json={"input": "Hello"}).status_code == 200
+    assert not [record for record in caplog.records if record.name == "pykvq"]
+
+
 def test_a_template_that_refuses_is_400_with_its_text():
     error = api_error(ChatTemplateError("the chat template refuses these messages: roles must alternate"))
     assert error.status == 400

@@ -16,8 +16,8 @@ from pykvq.server.schemas import DetokenizeBody, TokenizeBody
 router = APIRouter()
 
 
-@router.get("/health")
-@router.get("/v1/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
+@router.api_route("/v1/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
     """200 {"status": "ok"}, or 503 while the first model is being loaded or after that has failed."""
     registry = context_of(request).registry
