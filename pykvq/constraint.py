@@ -14,7 +14,7 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from pykvq.errors import InternalError, InvalidArgumentError
+from pykvq.errors import InvalidArgumentError
 from pykvq.runtime import FloatArray, Model
 
 # models can go on with white space for ever, so it is one blank, or a line break with an indent
@@ -56,9 +56,13 @@ class Matcher:
         return masked
 
     def accept(self, token: int) -> None:
-        """Goes on with a token that the mask allowed."""
+        """Goes on with a token that the mask allowed.
+
+        Raises:
+            InvalidArgumentError: the grammar is too large to be followed, which may show late.
+        """
         if not self._matcher.consume_token(token) and self._matcher.is_error():
-            raise InternalError(f"the grammar refused token {token}: {_one_line(self._matcher.get_error())}")
+            raise InvalidArgumentError(f"the grammar cannot be followed: {_one_line(self._matcher.get_error())}")
 
 
 def json_schema_constraint(schema: Mapping[str, Any] | str) -> Constraint:

@@ -203,6 +203,8 @@ class Llama(TextModel):
             prompt_logprobs: report those of the prompt too.
             max_tokens, stop, logits_processor, stopping_criteria: as in ``create_completion``.
         """
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise InvalidArgumentError(f"sampling must come from sampling_params(), got {sampling!r}")
         (request,) = self._requests(
             1,
             prompt,
@@ -323,7 +325,7 @@ class Llama(TextModel):
         Raises:
             InvalidArgumentError: the model was loaded without embedding=True, or a text is empty.
         """
-        texts = [input] if isinstance(input, str) else list(input)
+        texts: Any = [input] if isinstance(input, (str, bytes)) else input
         vectors, n_tokens = self.embed(texts, return_count=True)
         return responses.embeddings(vectors, n_tokens, self.model_path if model is None else model)
 

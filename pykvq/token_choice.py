@@ -52,11 +52,16 @@ class TokenChooser:
         id_array = np.asarray(ids, dtype=np.int32)
         for processor in self._request.logits_processors:
             logits = processor(id_array, logits)
-        if np.shape(logits) != (self._model.info.n_vocab,):
-            raise InvalidArgumentError(
-                f"a logits processor must return {self._model.info.n_vocab} logits, got shape {np.shape(logits)}"
-            )
-        return np.array(logits, dtype=np.float32)
+        n_vocab = self._model.info.n_vocab
+        if np.shape(logits) != (n_vocab,):
+            raise InvalidArgumentError(f"a logits processor must return {n_vocab} logits, got shape {np.shape(logits)}")
+        try:
+            values = np.array(logits, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"a logits processor must return numbers: {error}") from error
+        if (n_nan := int(np.isnan(values).sum())) > 0:
+            raise InvalidArgumentError(f"a logits processor returned {n_nan} logits of {n_vocab} that are not a number")
+        return values
 
     def close(self) -> None:
         """Frees the sampler. Calling it again does nothing."""

@@ -227,3 +227,64 @@ def test_a_hub_that_cannot_be_reached(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     with pytest.raises(DownloadError, match=r"cannot fetch m\.gguf of me/model: no route to the hub"):
         Llama.from_pretrained("me/model", "m.gguf", cache_dir=tmp_path)
+
+
+# --- arguments that are wrong, or of NumPy's types
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float32("nan"), 1e39], ids=repr)
+def test_a_rotation_by_no_number_is_refused(smollm2_path, name, value):
+    with pytest.raises(InvalidArgumentError, match=f"{name}=.* is no finite 32-bit number"):
+        Llama(smollm2_path, n_ctx=256, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["rope_freq_base", "rope_freq_scale"])
+def test_a_rotation_by_a_negative_number_is_refused(smollm2_path, name):
+    with pytest.raises(InvalidArgumentError, match=f"{name} is -1: it must be a finite number from 0 on"):
+        Llama(smollm2_path, n_ctx=256, **{name: -1.0})
+
+
+def test_numbers_of_numpy(smollm2_path):
+    sizes = {name: np.int64(64) for name in ("n_batch", "n_ubatch", "last_n_tokens_size")}
+    with Llama(smollm2_path, n_ctx=np.int64(256), seed=np.int64(3), n_threads=np.int64(1), **sizes) as llm:
+        first = text_of(llm.create_completion("Hello", max_tokens=np.int64(8)))
+        llm.set_seed(np.int64(3))
+        assert text_of(llm.create_completion("Hello", max_tokens=8)) == first
+        seeded = [text_of(llm.create_completion("Hello", max_tokens=8, seed=seed)) for seed in (5, np.int64(5))]
+        assert seeded[0] == seeded[1]
+
+
+@pytest.mark.parametrize(
+    ("processor", "text"),
+    [
+        (lambda _ids, scores: scores * np.nan, "returned 49152 logits of 49152 that are not a number"),
+        (lambda _ids, scores: np.where(np.arange(len(scores)) == 5, np.nan, scores), "returned 1 logits"),
+        (lambda _ids, scores: ["x"] * len(scores), "must return numbers"),
+        (lambda _ids, _scores: None, "must return 49152 logits, got shape"),
+    ],
+)
+def test_logits_processors_that_return_no_logits(llm, processor, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        llm.create_completion("Hi", max_tokens=2, logits_processor=processor)
+
+
+def test_a_grammar_that_is_too_large_to_be_followed(llm):
+    with pytest.raises(InvalidArgumentError, match=r"the grammar cannot be followed: .*Too many items"):
+        llm.create_completion("Hi", max_tokens=8, grammar='root ::= "a"{1000000000}')
+
+
+def test_sampling_of_another_type(llm):
+    with pytest.raises(InvalidArgumentError, match=r"sampling must come from sampling_params\(\), got \{"):
+        llm.start_generation("Hi", sampling={"temperature": 0})
+
+
+def test_input_that_is_no_text_to_embed(smollm2_path):
+    with Llama(smollm2_path, n_ctx=256, embedding=True) as llm:
+        for wrong in (5, None, {"a": 1}):
+            with pytest.raises(InvalidArgumentError, match="the input must be a text or a list of texts"):
+                llm.create_embedding(wrong)
+        assert len(llm.create_embedding("Hello")["data"]) == 1
