@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import numpy as np
@@ -163,8 +163,9 @@ def fill_struct(struct: Any, values: Mapping[str, FieldValue]) -> list[Any]:
             continue
         if isinstance(value, str):
             keep_alive.append(ffi.new("char[]", _encoded(value, name)))
-        if isinstance(value, float) and _FLOAT32_MAX < abs(value) < math.inf:
-            raise InvalidArgumentError(f"{name}={value!r} is out of range: it does not fit a 32-bit float")
+        # NumPy's numbers too; only NaN is not below or above anything
+        if isinstance(value, Real) and not isinstance(value, Integral) and not abs(value) <= _FLOAT32_MAX:
+            raise InvalidArgumentError(f"{name}={value!r} is out of range: it is no finite 32-bit number")
         try:
             setattr(struct, name, keep_alive[-1] if isinstance(value, str) else value)
         except (TypeError, OverflowError) as error:

@@ -94,6 +94,7 @@ class LoadedModel:
         for name, size in (("n_ctx", n_ctx), ("n_batch", n_batch), ("last_n_tokens_size", last_n_tokens_size)):
             require_type(name, size, int)
         require_type("n_ubatch", n_ubatch, int, optional=True)
+        n_ctx, n_batch, n_ubatch = int(n_ctx), int(n_batch), None if n_ubatch is None else int(n_ubatch)
         require_type("flash_attn", flash_attn, bool, optional=True)
         require_type("embedding", embedding, bool)
         require_type("chat_template", chat_template, str, optional=True)
@@ -266,8 +267,8 @@ class LoadedModel:
         source = self.template_source
         if source is None:
             raise ChatTemplateError(
-                f"{self.model_path} has no chat template: pass chat_template=..., or complete raw text "
-                "(create_completion, or pykvq-run with -p and without --chat)"
+                f"{os.path.basename(self.model_path)} has no chat template: pass chat_template=..., or complete raw "
+                "text (create_completion, or pykvq-run with -p and without --chat)"
             )
         info = self._model.info
         return ChatTemplate(
@@ -376,7 +377,7 @@ class LoadedModel:
     def set_seed(self, seed: int) -> None:
         """Sets where the seeds of calls that name none come from; -1 draws it."""
         require_type("seed", seed, int)
-        self._seeds = random.Random(None if seed in (-1, RANDOM_SEED) else seed)
+        self._seeds = random.Random(None if seed in (-1, RANDOM_SEED) else int(seed))
 
     def close(self) -> None:
         """Ends what is running and frees all native memory. Any thread may call it; again does nothing."""

@@ -8,10 +8,10 @@
 #include "hash/hash.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <climits>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 
 namespace fs = std::filesystem;
 
@@ -26,6 +26,13 @@ void require_range(const char * name, int64_t value, int64_t min, int64_t max) {
     }
 }
 
+void require_number(const char * name, float value, float min = -FLT_MAX) {
+    if (!(value >= min && value <= FLT_MAX)) {
+        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "%s is %g: it must be a finite number from %g on", name,
+                    (double) value, (double) min);
+    }
+}
+
 void require_params(const pykvq_context_params & params) {
     require_range("n_ctx", params.n_ctx, 0, 1 << 30);
     require_range("n_batch", params.n_batch, 1, 1 << 20);
@@ -37,6 +44,12 @@ void require_params(const pykvq_context_params & params) {
     require_range("pooling_type", params.pooling_type, -1, 4);
     require_range("rope_scaling", params.rope_scaling, -1, LLAMA_ROPE_SCALING_TYPE_MAX_VALUE);
     require_range("yarn_orig_ctx", params.yarn_orig_ctx, 0, 1 << 30);
+    require_number("rope_freq_base", params.rope_freq_base, 0.0f);
+    require_number("rope_freq_scale", params.rope_freq_scale, 0.0f);
+    require_number("yarn_ext_factor", params.yarn_ext_factor);
+    require_number("yarn_attn_factor", params.yarn_attn_factor);
+    require_number("yarn_beta_fast", params.yarn_beta_fast);
+    require_number("yarn_beta_slow", params.yarn_beta_slow);
 }
 
 // Reads and checks the tiers of the parameters; empty without.

@@ -177,9 +177,9 @@ def test_file_names_that_are_no_unicode(tiny, imatrix, tmp_path, capsys):
     shutil.copy(imatrix, matrix)
     assert quantize_cli.main([source, out, "q4_0", "--imatrix", matrix]) == 0
     assert np.isfinite(logits(out)).all()
-    with pytest.raises(InvalidArgumentError, match="imatrix .* is not valid Unicode"):
+    with pytest.raises(InvalidArgumentError, match=r"imatrix .* is not valid Unicode"):
         quantize.quantize(tiny, out, "q4_0", imatrix="\ud800")
-    with pytest.raises(InvalidArgumentError, match="imatrix .* holds a NUL character"):
+    with pytest.raises(InvalidArgumentError, match=r"imatrix .* holds a NUL character"):
         quantize.quantize(tiny, out, "q4_0", imatrix="a\0b")
 
 
