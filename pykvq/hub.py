@@ -28,6 +28,8 @@ Progress = Callable[[int, int], None]
 
 _REFERENCE = re.compile(r"(?:hf:)?(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+))?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_ENDPOINT = re.compile(r"https?://[^\s/]\S*")
 # what to take from a repository when nobody says
 _PREFERRED = ("q4_k_m", "q4_0", "q5_k_m", "q8_0", "f16", "bf16")
 _LISTED = 12
@@ -118,22 +120,42 @@ def list_files(repo: str) -> Repository:
         DownloadError: no such repository, no permission, or no network.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import validate_repo_id
 
-    with _hub_errors(repo):
-        info = HfApi(endpoint=_endpoint()).model_info(repo, files_metadata=True, timeout=_TIMEOUT_SECONDS)
-    files = []
-    for sibling in info.siblings or []:
-        path = PurePosixPath(sibling.rfilename)
-        # such a name would be written outside of the model's folder
-        if path.is_absolute() or ".." in path.parts or "\\" in sibling.rfilename or "\0" in sibling.rfilename:
-            raise DownloadError(f"{repo} has a file named {sibling.rfilename!r}: it is not fetched")
-        digest = sibling.lfs.sha256 if sibling.lfs else None
-        if digest is not None and not _SHA256.fullmatch(digest):
-            raise DownloadError(f"{repo}: the hub's sha256 of {sibling.rfilename} is {digest!r}, which is none")
-        files.append(HubFile(sibling.rfilename, int(sibling.size or 0), digest))
-    # a repository that was renamed answers with its new name
-    name = parse_reference(info.id).repo if info.id else repo
-    return Repository(name, info.sha or "main", tuple(files))
+    endpoint = _endpoint()
+    try:
+        with _hub_errors(repo):
+            info = HfApi(endpoint=endpoint).model_info(repo, files_metadata=True, timeout=_TIMEOUT_SECONDS)
+        if not _COMMIT.fullmatch(info.sha or ""):
+            raise ValueError(f"the commit is {info.sha!r}")
+        # a repository that was renamed answers with its new name
+        name = parse_reference(info.id).repo
+        validate_repo_id(name)
+        return Repository(name, str(info.sha), tuple(_hub_file(repo, each) for each in info.siblings or []))
+    except DownloadError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DownloadError(
+            f"{endpoint or 'the hub'} does not describe {repo} as a hub does ({type(error).__name__}: {error}): check "
+            "HF_ENDPOINT, or try again later"
+        ) from error
+
+
+def _hub_file(repo: str, sibling: Any) -> HubFile:
+    """A file as the hub describes it, once nothing of that can lead out of the model's folder."""
+    name = sibling.rfilename
+    path = PurePosixPath(name)
+    # written another way, a name may be that of another file, or a command to a terminal
+    is_plain = str(path) == name and name.isprintable() and not set(name) & set("\\:")
+    if not is_plain or path.is_absolute() or ".." in path.parts:
+        raise DownloadError(f"{repo} has a file named {name!r}: it is not fetched")
+    digest = sibling.lfs.sha256 if sibling.lfs else None
+    if digest is not None and not _SHA256.fullmatch(digest):
+        raise DownloadError(f"{repo}: the hub's sha256 of {name} is {digest!r}, which is none")
+    size = int(sibling.size or 0)
+    if size < 0:
+        raise DownloadError(f"{repo}: the hub says that {name} has {size} bytes")
+    return HubFile(name, size, digest)
 
 
 def choose(repository: Repository, wanted: str | None) -> list[HubFile]:
@@ -228,7 +250,12 @@ def _in_hub_cache(repository: Repository, files: list[HubFile]) -> Path | None:
 
 
 def _endpoint() -> str | None:
-    return os.environ.get("HF_ENDPOINT") or None
+    endpoint = os.environ.get("HF_ENDPOINT")
+    if not endpoint:
+        return None
+    if not _ENDPOINT.fullmatch(endpoint):
+        raise DownloadError(f"HF_ENDPOINT is {endpoint!r}, which is no address: set it to http://HOST or https://HOST")
+    return endpoint
 
 
 def _size(path: Path) -> int:
@@ -259,14 +286,21 @@ def _require_space(folder: Path, needed: int) -> None:
         )
 
 
-class _CountingFile:
-    """A file for the hub's client to write to, which tells how far it is."""
+class _OversizedError(Exception):
+    """More came than the hub said."""
 
-    def __init__(self, file: BinaryIO, on_size: Callable[[int], None]) -> None:
+
+class _CountingFile:
+    """A file for the hub's client to write to, which tells how far it is and takes ``n_bytes`` at most."""
+
+    def __init__(self, file: BinaryIO, on_size: Callable[[int], None], n_bytes: int) -> None:
         self._file = file
         self._on_size = on_size
+        self._n_bytes = n_bytes
 
     def write(self, block: bytes) -> int:
+        if self._file.tell() + len(block) > self._n_bytes:
+            raise _OversizedError
         n = self._file.write(block)
         self._on_size(self._file.tell())
         return n
@@ -302,14 +336,22 @@ def _fetch(repository: Repository, file: HubFile, folder: Path, on_size: Callabl
         target.parent.mkdir(parents=True, exist_ok=True)
         if _size(partial) > file.n_bytes:
             partial.unlink()
-        with partial.open("ab") as output, _hub_errors(f"{repository.repo}:{file.name}"):
-            http_get(
-                url,
-                _CountingFile(output, on_size),  # type: ignore[arg-type, unused-ignore]
-                resume_size=output.tell(),
-                headers=build_hf_headers(),
-                expected_size=file.n_bytes,
-            )
+        try:
+            with partial.open("ab") as output, _hub_errors(f"{repository.repo}:{file.name}"):
+                if output.tell() < file.n_bytes:  # else it was interrupted between its last byte and its hash
+                    http_get(
+                        url,
+                        _CountingFile(output, on_size, file.n_bytes),  # type: ignore[arg-type, unused-ignore]
+                        resume_size=output.tell(),
+                        headers=build_hf_headers(),
+                        expected_size=file.n_bytes,
+                    )
+        except _OversizedError as error:
+            partial.unlink()
+            raise DownloadError(
+                f"{file.name} from {repository.repo} has more than the {file.n_bytes} bytes that the hub says: it was "
+                "deleted; try again, or check the mirror that HF_ENDPOINT names"
+            ) from error
         _verify(partial, file, repository)
         os.replace(partial, target)
 
@@ -351,6 +393,8 @@ def _hub_errors(what: str) -> Iterator[None]:
     hub = _endpoint() or "the hub"
     try:
         yield
+    except DownloadError:
+        raise
     except errors.GatedRepoError as error:
         raise DownloadError(
             f"{what} is gated: accept its terms on its page and set HF_TOKEN to a token of yours"
@@ -376,5 +420,7 @@ def _hub_errors(what: str) -> Iterator[None]:
         if error.errno is not None:
             raise
         raise DownloadError(
-            f"{what} was cut short ({error}): repeat the command, it goes on where it stopped"
+            f"{what} was cut short ({' '.join(str(error).split())}): repeat the command, it goes on where it stopped"
         ) from error
+    except UnicodeEncodeError as error:  # in a header
+        raise DownloadError("the token for the hub has characters that no token has: check HF_TOKEN") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -24,6 +26,11 @@ class HubServer:
     drop_after: list[int] = field(default_factory=list)  # bytes after which the next downloads break off
     ignore_ranges: bool = False
     status: int | None = None  # what every request gets
+    info: bytes | None = None  # what is answered instead of a repository's description
+    sizes: dict[str, int] = field(default_factory=dict)  # what is said of a file's size, if not the truth
+    files_at: str | None = None  # another server, which downloads are sent to
+    headers: dict[str, str] = field(default_factory=dict)  # of every answer
+    pause: float = 0.0  # seconds between pieces of a download
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # (method, path, range)
     tokens: list[str | None] = field(default_factory=list)
 
@@ -47,7 +54,7 @@ class HubServer:
 
     def sibling(self, name: str) -> dict[str, object]:
         digest = hashlib.sha256(self.files[name]).hexdigest() if name not in self.wrong_hashes else "0" * 64
-        size = len(self.files[name])
+        size = self.sizes.get(name, len(self.files[name]))
         return {
             "rfilename": name,
             "size": size,
@@ -83,9 +90,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, path: str) -> None:
         for repo in self.hub.repos:
             if path in (f"/api/models/{repo}", f"/api/models/{repo}/revision/main"):
-                self._send(200, self._model_info(repo), {"Content-Type": "application/json"})
+                info = self._model_info(repo) if self.hub.info is None else self.hub.info
+                self._send(200, info, {"Content-Type": "application/json"})
                 return
             prefix = f"/{repo}/resolve/{COMMIT}/"
+            if path.startswith(prefix) and self.hub.files_at is not None:
+                self._send(302, b"", {"Location": self.hub.files_at + self.path})
+                return
             if path.startswith(prefix):
                 self._send_file(path.removeprefix(prefix))
                 return
@@ -106,6 +117,9 @@ class _Handler(BaseHTTPRequestHandler):
         span = self.headers.get("Range")
         if span and not self.hub.ignore_ranges:
             start = int(span.removeprefix("bytes=").rstrip("-"))
+        if start >= len(content):
+            self._send(416, b"")
+            return
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
@@ -113,14 +127,23 @@ class _Handler(BaseHTTPRequestHandler):
         cut = self.hub.drop_after.pop(0) if self.hub.drop_after and self.command == "GET" else len(body)
         self._send(206 if start else 200, body, headers, cut)
 
+    def _write(self, body: bytes) -> None:
+        if not self.hub.pause:
+            self.wfile.write(body)
+            return
+        with contextlib.suppress(ConnectionError):  # the client was killed
+            for start in range(0, len(body), 100_000):
+                self.wfile.write(body[start : start + 100_000])
+                time.sleep(self.hub.pause)
+
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: int | None = None) -> None:
         self.send_response(status)
-        for name, value in (headers or {}).items():
+        for name, value in {**self.hub.headers, **(headers or {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body[:cut])
+            self._write(body[:cut])
         if cut is not None and cut < len(body):
             self.wfile.flush()
             self.close_connection = True

@@ -1,10 +1,16 @@
 """Downloads from a hub: a local server speaks its API."""
 
+import contextlib
 import errno
 import hashlib
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 from hub_server import COMMIT, HubServer
@@ -147,6 +153,151 @@ def test_refusals_are_one_line(server, settings, reference, expected):
     for name, value in settings.items():
         setattr(server, name, value)
     assert expected in pull_error(reference)
+
+
+def described(**changes):
+    """A repository's description with other values."""
+    lfs = {"sha256": "0" * 64, "size": 5, "pointerSize": 134}
+    sibling = {"rfilename": NAME, "size": 5, "blobId": "0" * 40, "lfs": lfs}
+    fields = {"id": "org/repo", "sha": COMMIT, "private": False, "tags": [], "siblings": [sibling], **changes}
+    return json.dumps(fields).encode()
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        *(b"<html>", b"[]", b"{}", b"null", b"\xff"),
+        *(described(id=name) for name in (5, None, "../../x", "./.", "org")),
+        *(described(sha=commit) for commit in (5, None, "main", "../../..")),
+        *(described(siblings=files) for files in (5, [5], [{}], [{"rfilename": 5}])),
+    ],
+)
+def test_what_does_not_describe_a_repository(server, info):
+    server.info = info
+    assert "does not describe org/repo as a hub does" in pull_error()
+    assert not hub.models_dir().exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/x.gguf",
+        "../x.gguf",
+        "a/../../x.gguf",
+        "./x.gguf",
+        "a//x.gguf",
+        "a\\x.gguf",
+        "C:x.gguf",
+        "a\nx.gguf",
+        "\x1b[2J.gguf",
+    ],
+)
+def test_names_that_lead_elsewhere_are_not_fetched(server, name):
+    server.files = {name: CONTENT}
+    assert "it is not fetched" in pull_error()
+    assert not hub.models_dir().exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(-5, "has -5 bytes"), (1000, "more than the 1000 bytes"), (0, "has sha256"), (10**18, "not enough space")],
+)
+def test_sizes_that_lie(server, size, expected):
+    server.sizes[NAME] = size
+    assert expected in pull_error()
+    assert not [path for path in hub.models_dir().rglob("*") if path.is_file()]
+
+
+def test_a_file_that_ends_early_is_kept_to_go_on(server):
+    server.sizes[NAME] = len(CONTENT) + 1000
+    assert "it goes on where it stopped" in pull_error()
+    assert len(leftovers()) == 1
+
+
+def test_a_pull_that_was_interrupted_after_its_last_byte(server):
+    pull().unlink()
+    digest = hashlib.sha256(CONTENT).hexdigest()[:16]
+    (hub.models_dir() / "org" / "repo" / f".{NAME}.{digest}.part").write_bytes(CONTENT)
+    assert pull().read_bytes() == CONTENT
+    assert server.downloads() == [None]
+
+
+def test_another_host_is_not_told_the_token(server, monkeypatch):
+    server.token = "secret"
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with HubServer(files={NAME: CONTENT}) as other:
+        server.files_at = other.url
+        assert pull().read_bytes() == CONTENT
+    assert server.tokens == ["Bearer secret"] * len(server.tokens)
+    assert other.downloads() == [None]
+    assert other.tokens == [None]
+
+
+def test_headers_without_end(server):
+    server.headers = {f"X-{i}": "x" * 1000 for i in range(300)}
+    assert "the connection to" in pull_error()
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:9", "::", "file:///etc", "http://", "http://\n", "http:///x"])
+def test_an_endpoint_that_is_no_address(server, monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert "which is no address" in pull_error()
+
+
+def test_a_token_that_is_none(server, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "tökën")
+    assert "check HF_TOKEN" in pull_error()
+
+
+# the client takes pieces of 10 MB, which nobody would see the middle of
+PULL = """
+import sys
+import huggingface_hub.constants
+huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 100_000
+from pykvq.cli.models import main
+sys.exit(main(["pull", "hf:org/repo"]))
+"""
+
+
+@contextlib.contextmanager
+def pulling_processes(server, n):
+    """Processes that pull slowly, once one of them has half of the file."""
+    server.pause = 0.05
+    started = [subprocess.Popen([sys.executable, "-c", PULL], stdout=subprocess.PIPE) for _ in range(n)]
+    deadline = time.monotonic() + 60
+    while sum(path.stat().st_size for path in hub.models_dir().rglob("*.part")) < len(CONTENT) // 2:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    server.pause = 0
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_a_pull_that_was_killed_goes_on(server, number):
+    with pulling_processes(server, 1) as (process,):
+        process.send_signal(getattr(signal, number))
+        assert process.wait(30) == {"SIGKILL": -9, "SIGTERM": 143, "SIGINT": 130}[number]
+    (partial,) = leftovers()
+    assert partial.endswith(".part")
+    assert pull().read_bytes() == CONTENT
+    first, second = server.downloads()
+    assert first is None
+    assert int(second.removeprefix("bytes=").removesuffix("-")) >= len(CONTENT) // 2
+    assert leftovers() == [NAME]
+
+
+def test_two_processes_that_pull_at_once_fetch_once(server):
+    with pulling_processes(server, 2) as processes:
+        for process in processes:
+            assert process.communicate(timeout=60)[0].decode() == f"{hub.models_dir() / 'org' / 'repo' / NAME}\n"
+            assert process.returncode == 0
+    assert server.downloads() == [None]
+    assert leftovers() == [NAME]
 
 
 def test_the_token_comes_from_the_environment(server, monkeypatch):
