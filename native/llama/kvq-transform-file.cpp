@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <stdexcept>
 
 namespace {
@@ -60,7 +62,9 @@ std::vector<float> negative_product(const std::vector<float> & matrices, const s
 
 struct kvq_transform_reader {
     std::shared_ptr<kvq_transform> result = std::make_shared<kvq_transform>();
-    ggml_context * stored                 = nullptr;
+    ggml_context * stored                 = nullptr;  // without the values
+    const gguf_context * gguf             = nullptr;
+    std::ifstream file;
 
     struct request {
         ggml_tensor ** target;
@@ -70,10 +74,10 @@ struct kvq_transform_reader {
         ggml_type type = GGML_TYPE_F32;
     };
 
-    std::map<ggml_backend_buffer_type_t, std::vector<request>> wanted;
+    std::map<ggml_backend_buffer_type_t, std::vector<request>> wanted;  // of one layer
 
     // A tensor of the file, checked.
-    std::vector<float> read_values(int32_t il, const char * name, std::vector<int64_t> shape) const {
+    std::vector<float> read_values(int32_t il, const char * name, std::vector<int64_t> shape) {
         const std::string full     = "blk." + std::to_string(il) + "." + name;
         const ggml_tensor * tensor = ggml_get_tensor(stored, full.c_str());
         shape.resize(GGML_MAX_DIMS, 1);
@@ -81,12 +85,16 @@ struct kvq_transform_reader {
             throw std::runtime_error("its tensor '" + full +
                                      "' is missing or has another shape than the model's heads");
         }
-        const float * values = (const float *) tensor->data;
-        const float * end    = values + ggml_nelements(tensor);
-        if (!std::all_of(values, end, [](float value) { return std::isfinite(value); })) {
+        const size_t offset = gguf_get_tensor_offset(gguf, gguf_find_tensor(gguf, full.c_str()));
+        std::vector<float> values((size_t) ggml_nelements(tensor));
+        file.seekg((std::streamoff)(gguf_get_data_offset(gguf) + offset));
+        if (!file.read((char *) values.data(), (std::streamsize) ggml_nbytes(tensor))) {
+            throw std::runtime_error("it is cut short");
+        }
+        if (!std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); })) {
             throw std::runtime_error("its tensor '" + full + "' holds a value that is not finite");
         }
-        return { values, end };
+        return values;
     }
 
     request & want_matrices(int32_t il, const char * name, int64_t dim, int64_t n_head, ggml_backend_buffer_type_t type,
@@ -147,21 +155,23 @@ struct kvq_transform_reader {
             }
             result->buffers.emplace_back(std::move(context), std::move(buffer));
         }
+        wanted.clear();
     }
 
     void read(const std::string & path, const llama_model * model, bool offload) {
-        const gguf_context_ptr gguf(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/false, /*.ctx =*/&stored }));
+        const gguf_context_ptr header(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/true, /*.ctx =*/&stored }));
         const ggml_context_ptr owner(stored);
-        if (!gguf) {
+        if (!header) {
             throw std::runtime_error("it is missing, damaged or no GGUF file");
         }
-        const uint32_t format = gguf_get_val_u32(gguf.get(), find_key(gguf.get(), "kvq.format", GGUF_TYPE_UINT32));
+        gguf = header.get();
+        file.open(std::filesystem::u8path(path), std::ios::binary);
+        const uint32_t format = gguf_get_val_u32(gguf, find_key(gguf, "kvq.format", GGUF_TYPE_UINT32));
         if (format != FORMAT) {
             throw std::runtime_error("it has format " + std::to_string(format) + " and this version reads format " +
                                      std::to_string(FORMAT));
         }
-        result->spectral_keys =
-            gguf_get_val_bool(gguf.get(), find_key(gguf.get(), "kvq.spectral_keys", GGUF_TYPE_BOOL));
+        result->spectral_keys         = gguf_get_val_bool(gguf, find_key(gguf, "kvq.spectral_keys", GGUF_TYPE_BOOL));
         const llama_hparams & hparams = model->hparams;
         result->centred_keys          = !hparams.attn_soft_cap;
         for (uint32_t il = 0; il < hparams.n_layer(); il++) {
@@ -172,9 +182,9 @@ struct kvq_transform_reader {
                 want_layer(hparams, (int32_t) il,
                            offload ? ggml_backend_dev_buffer_type(model->dev_layer((int) il)) :
                                      ggml_backend_cpu_buffer_type());
+                place();
             }
         }
-        place();
     }
 };
 
