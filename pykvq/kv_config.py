@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from numbers import Integral
 
@@ -94,6 +95,10 @@ class KVConfig:
         """Whether a calibration makes a difference: a tier is of a type of our own."""
         return any({tier.type_k, tier.type_v} & set(_OWN_TYPES) for tier in self.tiers)
 
+    def takes_calibration(self, choice: str | os.PathLike[str] | None = None) -> bool:
+        """Whether a load with this ``calibrate`` uses a calibration, which is made if need be; see ``Llama``."""
+        return self.uses_calibration and calibration_choice(choice) != "never"
+
     @property
     def needs_calibration(self) -> bool:
         """Whether a tier is of a type that is for sorted keys only."""
@@ -113,6 +118,11 @@ class KVConfig:
 
     def __str__(self) -> str:
         return "+".join(map(str, self.tiers))
+
+
+def calibration_choice(choice: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    """What ``Llama``'s argument ``calibrate`` means: itself, or for None what PYKVQ_CALIBRATE says."""
+    return os.environ.get("PYKVQ_CALIBRATE") or "auto" if choice is None else choice
 
 
 def kv_presets() -> dict[str, KVConfig]:

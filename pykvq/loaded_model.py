@@ -148,7 +148,14 @@ class LoadedModel:
         }
         if not (force or vocab_only):
             n_all = n_ctx * self._n_slots
-            require_memory(model_path, self._kv, n_all, model_params, {**context_params, "n_ubatch": n_ubatch})
+            require_memory(
+                model_path,
+                self._kv,
+                n_all,
+                model_params,
+                {**context_params, "n_ubatch": n_ubatch},
+                calibrated=self._kv.takes_calibration(calibrate),
+            )
         self._model = Model(model_path, progress=progress, vocab_only=vocab_only, use_mlock=use_mlock, **model_params)
         if vocab_only:
             return

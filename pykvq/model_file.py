@@ -121,11 +121,15 @@ def kv_formats(path: str | os.PathLike[str], context_length: int, budget: int | 
     with Predictor(path) as predictor:
         f16_bytes = 0.0
         result = {}
-        for name, kv in kv_presets().items():
+        for name, preset in kv_presets().items():
+            kv = predictor.as_loaded(preset)
             ends = [predictor.kv_bytes(kv, n_ctx)[0] for n_ctx in (_LONG_CONTEXT, 2 * _LONG_CONTEXT)]
             bytes_per_token = (ends[1] - ends[0]) / _LONG_CONTEXT
             f16_bytes = f16_bytes or bytes_per_token  # the first preset
-            largest = None if budget is None else predictor.largest_context(kv, budget, context_length)
+            largest = None
+            if budget is not None:
+                calibrated = preset.takes_calibration()
+                largest = predictor.largest_context(kv, budget, context_length, calibrated=calibrated)
             result[name] = KVFormatNeed(bytes_per_token, bytes_per_token / f16_bytes if f16_bytes else 1.0, largest)
         return result
 
@@ -133,7 +137,8 @@ def kv_formats(path: str | os.PathLike[str], context_length: int, budget: int | 
 def kv_curves(path: str | os.PathLike[str], contexts: list[int]) -> dict[str, list[int]]:
     """Bytes of the KV cache by preset, at each of the contexts."""
     with Predictor(path) as predictor:
-        return {name: [predictor.kv_bytes(kv, n_ctx)[0] for n_ctx in contexts] for name, kv in kv_presets().items()}
+        formats = {name: predictor.as_loaded(kv) for name, kv in kv_presets().items()}
+        return {name: [predictor.kv_bytes(kv, n_ctx)[0] for n_ctx in contexts] for name, kv in formats.items()}
 
 
 def _check_ranges(path: str | os.PathLike[str], own: Mapping[str, Any]) -> None:

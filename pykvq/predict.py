@@ -29,8 +29,9 @@ class MemoryNeed:
     """Bytes that a model with one context takes once it runs.
 
     ``mapped_bytes`` are pages of the model file, which the system may drop and read again; ``weights_bytes`` all
-    weights in main memory, mapped ones included. ``process_bytes`` is what this process takes without any weights:
-    Python, the libraries, and the model's vocabulary. The ``device_*`` are on GPUs.
+    weights in main memory, mapped ones and a calibration's matrices included; ``compute_bytes`` scratch of the
+    computation, and llama.cpp's tables of the cells of the cache and of its graphs. ``process_bytes`` is what this
+    process takes without any weights: Python, the libraries, and the model's vocabulary. The ``device_*`` are on GPUs.
     """
 
     n_ctx: int
@@ -87,7 +88,7 @@ class Predictor:
         self._model = Model(model_path, progress=None, metadata_only=True, **model_params)
         self.n_ctx_train = self._model.info.n_ctx_train
         # with a calibration; see pykvq.calibration.calibrate
-        self.sorts_keys = self._model.info.head_dim_k % 64 == 0
+        self._sorts_keys = self._model.info.head_dim_k % 64 == 0
         # the vocabulary is loaded now, and nothing else of the model
         self._process_bytes = int(psutil.Process().memory_info().rss)
         self._mapped: int | None = None
@@ -98,12 +99,31 @@ class Predictor:
     def __exit__(self, *_exc: object) -> None:
         self._model.close()
 
+    def calibrated(self, kv: KVConfig) -> KVConfig:
+        """The format as a load with a calibration has it, which sorts keys where the head dim allows it."""
+        return kv.with_spectral_keys() if self._sorts_keys else kv
+
+    def as_loaded(self, kv: KVConfig) -> KVConfig:
+        """The format as ``Llama`` has it if nothing is said of a calibration."""
+        return self.calibrated(kv) if kv.takes_calibration() else kv
+
     def kv_bytes(self, kv: KVConfig, n_ctx: int, **params: FieldValue) -> tuple[int, int]:
         """Bytes of a KV cache, and of the same cache in F16. Recurrent state is not counted."""
         return kv_bytes(self._model, kv, n_ctx, **params)
 
-    def memory(self, kv: KVConfig, n_ctx: int, **params: FieldValue) -> MemoryNeed:
+    def memory(self, kv: KVConfig, n_ctx: int, *, calibrated: bool = False, **params: FieldValue) -> MemoryNeed:
         """Bytes of everything: weights, KV cache and compute buffers. ``params`` are fields of the context's."""
+        need = self._memory(self.calibrated(kv) if calibrated else kv, n_ctx, params)
+        if not (calibrated and kv.uses_calibration):
+            return need
+        host, device = self._calibration_bytes
+        return replace(
+            need,
+            weights_bytes=need.weights_bytes + host,
+            device_weights_bytes=need.device_weights_bytes + device,
+        )
+
+    def _memory(self, kv: KVConfig, n_ctx: int, params: Mapping[str, FieldValue]) -> MemoryNeed:
         if n_ctx > _MEASURED_TOKENS:
             return self._extrapolated(kv, n_ctx, params)
         ffi, lib = native.load()
@@ -112,6 +132,7 @@ class Predictor:
         with self._model.use() as model:
             native.check(lib.pykvq_predict_memory(model, values, info))
         del keep_alive
+        self._calibration_bytes = int(info.calibration_bytes), int(info.device_calibration_bytes)
         mapped = self._mapped_bytes()
         return MemoryNeed(
             n_ctx=n_ctx,
@@ -127,7 +148,7 @@ class Predictor:
 
     def _extrapolated(self, kv: KVConfig, n_ctx: int, params: Mapping[str, FieldValue]) -> MemoryNeed:
         """The need of a long context: llama.cpp's books alone, which a measurement makes, would take gigabytes."""
-        half, full = (self.memory(kv, n, **params) for n in (_MEASURED_TOKENS // 2, _MEASURED_TOKENS))
+        half, full = (self._memory(kv, n, params) for n in (_MEASURED_TOKENS // 2, _MEASURED_TOKENS))
         kv_growth = self.kv_bytes(kv, n_ctx, **params)[0] / max(self.kv_bytes(kv, _MEASURED_TOKENS, **params)[0], 1)
         steps = (n_ctx - _MEASURED_TOKENS) / (_MEASURED_TOKENS // 2)
         return replace(
@@ -140,14 +161,17 @@ class Predictor:
             + int(steps * (full.device_compute_bytes - half.device_compute_bytes)),
         )
 
-    def largest_context(self, kv: KVConfig, budget: int, limit: int, **params: FieldValue) -> int:
+    def largest_context(
+        self, kv: KVConfig, budget: int, limit: int, *, calibrated: bool = False, **params: FieldValue
+    ) -> int:
         """The most tokens, up to ``limit``, with which all takes at most ``budget`` bytes of main memory; or 0."""
         low, high = 0, max(limit // _CONTEXT_STEP, 1)
-        if self.memory(kv, limit, **params).new_bytes <= budget:
+        if self.memory(kv, limit, calibrated=calibrated, **params).new_bytes <= budget:
             return limit
         while high - low > 1 and high - low > low // 64:
             middle = (low + high) // 2
-            fits = self.memory(kv, middle * _CONTEXT_STEP, **params).new_bytes <= budget
+            need = self.memory(kv, middle * _CONTEXT_STEP, calibrated=calibrated, **params)
+            fits = need.new_bytes <= budget
             low, high = (middle, high) if fits else (low, middle)
         return low * _CONTEXT_STEP
 
@@ -202,8 +226,8 @@ def predict_kv(
     """
     kv = parse_kv_config(kv_quant, n_sink=n_sink)
     with Predictor(model_path) as predictor:
-        if calibrated and predictor.sorts_keys:
-            kv = kv.with_spectral_keys()
+        if calibrated:
+            kv = predictor.calibrated(kv)
         tokens = n_ctx or predictor.n_ctx_train
         n_bytes, n_bytes_f16 = predictor.kv_bytes(kv, tokens, n_batch=n_batch, n_ubatch=n_ubatch)
     return {
@@ -225,15 +249,18 @@ def predict_memory(
     n_sink: int = DEFAULT_SINKS,
     n_gpu_layers: int = 0,
     use_mmap: bool = True,
+    calibrated: bool = True,
 ) -> MemoryNeed:
     """The memory of a model with its KV cache and compute buffers, from the file's metadata alone.
 
     ``total_bytes`` of the result is the resident memory of this process once the context has been in use to its end.
-    Arguments and exceptions are those of ``Llama``; n_ctx 0 is the model's training context.
+    Arguments and exceptions are those of ``Llama``; n_ctx 0 is the model's training context, ``calibrated`` says that
+    formats that use a calibration have one.
     """
     kv = parse_kv_config(kv_quant, n_sink=n_sink)
     with Predictor(model_path, n_gpu_layers=n_gpu_layers, use_mmap=use_mmap) as predictor:
-        return predictor.memory(kv, n_ctx or predictor.n_ctx_train, n_batch=n_batch, n_ubatch=n_ubatch)
+        n_ctx = n_ctx or predictor.n_ctx_train
+        return predictor.memory(kv, n_ctx, calibrated=calibrated, n_batch=n_batch, n_ubatch=n_ubatch)
 
 
 def available_memory() -> int:
@@ -247,11 +274,14 @@ def require_memory(
     n_ctx: int,
     model_params: Mapping[str, FieldValue],
     params: Mapping[str, FieldValue],
+    *,
+    calibrated: bool = False,
 ) -> None:
     """Refuses to load what does not fit, before anything is allocated.
 
     ``model_params`` and ``params`` are fields of ``pykvq_model_params`` and ``pykvq_context_params``. A file that
-    cannot be read is let through: loading it tells what is wrong.
+    cannot be read is let through: loading it tells what is wrong. ``calibrated``: with a calibration, for formats that
+    use one.
 
     Raises:
         OutOfMemoryError: too little is free; the message has the numbers and the largest setting that fits.
@@ -264,10 +294,10 @@ def require_memory(
     except ModelFileError:
         return
     with Predictor(model_path, **model_params) as predictor:
-        need = predictor.memory(kv, n_ctx or predictor.n_ctx_train, **params)
+        need = predictor.memory(kv, n_ctx or predictor.n_ctx_train, calibrated=calibrated, **params)
         _require_device_memory(model_path, need)
         if need.new_bytes > available:
-            raise OutOfMemoryError(_refusal(model_path, predictor, kv, need, available, params))
+            raise OutOfMemoryError(_refusal(model_path, predictor, kv, need, available, calibrated, params))
 
 
 def _sized(kv: KVConfig, n_ctx: int, params: Mapping[str, FieldValue]) -> dict[str, FieldValue]:
@@ -322,15 +352,16 @@ def _refusal(
     kv: KVConfig,
     need: MemoryNeed,
     available: int,
+    calibrated: bool,
     params: Mapping[str, FieldValue],
 ) -> str:
-    n_ctx = predictor.largest_context(kv, available, need.n_ctx, **params)
+    n_ctx = predictor.largest_context(kv, available, need.n_ctx, calibrated=calibrated, **params)
     fitting = [f"n_ctx {n_ctx} fits"] if n_ctx else []
     for name in _SMALLER_FORMATS:
         smaller = parse_kv_config(name)
         if predictor.kv_bytes(smaller, need.n_ctx, **params)[0] >= need.kv_bytes:
             continue
-        if predictor.memory(smaller, need.n_ctx, **params).new_bytes <= available:
+        if predictor.memory(smaller, need.n_ctx, calibrated=calibrated, **params).new_bytes <= available:
             fitting.append(f"the KV format {name} fits n_ctx {need.n_ctx}")
             break
     advice = ", ".join(fitting) or "no context fits: free memory, or take a smaller model"

@@ -222,8 +222,8 @@ std::shared_ptr<const kvq_transform> load_transform(const pykvq_model * model, c
 
 // Tells calibrations apart: a cache filled under one is noise under another.
 std::string calibration_id(const char * path) {
-    std::ifstream file(fs::u8path(path), std::ios::binary);
-    const std::string bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    std::string bytes((size_t) fs::file_size(fs::u8path(path)), '\0');
+    std::ifstream(fs::u8path(path), std::ios::binary).read(bytes.data(), (std::streamsize) bytes.size());
     return hash_sha256_hex(bytes.data(), bytes.size()).substr(0, 16);
 }
 
@@ -403,7 +403,8 @@ pykvq_status pykvq_predict_memory(pykvq_model * model, const pykvq_context_param
         const llama_context_ptr ctx(init_context(model, plan));
         const kvq_memory_use host   = kvq_context_get_memory_use(ctx.get(), false);
         const kvq_memory_use device = kvq_context_get_memory_use(ctx.get(), true);
-        *info = { host.weights, host.kv, host.compute, device.weights, device.kv, device.compute };
+        *info                       = { host.weights, host.kv,        host.compute,     device.weights,
+                                        device.kv,    device.compute, host.calibration, device.calibration };
     });
 }
 

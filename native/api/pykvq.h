@@ -28,7 +28,7 @@
 #endif
 
 // raised whenever a struct or a signature below changes
-#define PYKVQ_ABI_VERSION 3
+#define PYKVQ_ABI_VERSION 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -243,10 +243,13 @@ PYKVQ_API pykvq_status pykvq_predict_kv(const pykvq_model * model, const pykvq_c
 typedef struct pykvq_memory_info {
     int64_t weights_bytes;  // copies in main memory: weights that are rearranged for the processor
     int64_t kv_bytes;       // KV cache and recurrent state
-    int64_t compute_bytes;  // scratch for the graphs
+    int64_t compute_bytes;  // scratch for the graphs, and the tables of cells and graphs
     int64_t device_weights_bytes;
     int64_t device_kv_bytes;
     int64_t device_compute_bytes;
+    // what a calibration takes in addition, which is not in the numbers above
+    int64_t calibration_bytes;
+    int64_t device_calibration_bytes;
 } pykvq_memory_info;
 
 // The memory such a context will take; nothing is allocated. The model must be one of metadata_only. Logits are counted

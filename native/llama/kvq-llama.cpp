@@ -109,16 +109,21 @@ int64_t kvq_model_kv_bytes(const llama_model * model, const llama_context_params
     return bytes;
 }
 
+// The pair of a full-attention and a sliding-window cache behind a context's memory, or NULL if it is something else.
+static const llama_kv_cache_iswa * kvq_memory_iswa(const llama_memory_i * memory) {
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
+        return hybrid->get_mem_attn();
+    }
+    return dynamic_cast<const llama_kv_cache_iswa *>(memory);
+}
+
 // The full-attention cache behind a context's memory, or NULL for a memory that we do not know.
 static const llama_kv_cache * kvq_memory_cache(const llama_memory_i * memory) {
-    if (const auto * cache = dynamic_cast<const llama_kv_cache_iswa *>(memory)) {
-        return cache->get_base();
+    if (const llama_kv_cache_iswa * iswa = kvq_memory_iswa(memory)) {
+        return iswa->get_base();
     }
     if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
         return hybrid->get_mem_attn();
-    }
-    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
-        return hybrid->get_mem_attn()->get_base();
     }
     return dynamic_cast<const llama_kv_cache *>(memory);
 }
@@ -160,14 +165,10 @@ static kvq_cells kvq_context_cells(const llama_context * ctx) {
     if (!cache) {
         return { 0, 0 };
     }
-    kvq_cells cells                  = { 0, 0 };
-    cells.full                       = (int64_t) llama_n_ctx_seq(ctx) * cache->get_n_stream();
-    cells.swa                        = cells.full;
-    const llama_kv_cache_iswa * iswa = dynamic_cast<const llama_kv_cache_iswa *>(memory);
-    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
-        iswa = hybrid->get_mem_attn();
-    }
-    if (iswa) {
+    kvq_cells cells = { 0, 0 };
+    cells.full      = (int64_t) llama_n_ctx_seq(ctx) * cache->get_n_stream();
+    cells.swa       = cells.full;
+    if (const llama_kv_cache_iswa * iswa = kvq_memory_iswa(memory)) {
         cells.swa = (int64_t) iswa->get_swa()->get_size() * cache->get_n_stream();
     }
     return cells;
@@ -194,8 +195,48 @@ static bool kvq_is_device(ggml_backend_buffer_type_t buft) {
     return dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU;
 }
 
+// Bytes of the tables of a cache whose cells are all in use, each by one sequence.
+static int64_t kvq_cells_bytes(const llama_kv_cache & cache) {
+    // std::set keeps a value with three pointers and a color; the heap adds a word to it
+    const auto node         = [](size_t value) { return GGML_PAD(5 * sizeof(void *) + value, 2 * sizeof(void *)); };
+    const size_t cell_bytes = 2 * sizeof(llama_pos) + sizeof(llama_kv_cell_ext) + LLAMA_MAX_SEQ / 8 +
+                              node(sizeof(uint32_t)) + node(sizeof(std::pair<llama_pos, uint32_t>));
+    return (int64_t) (cell_bytes * cache.get_size() * cache.get_n_stream());
+}
+
+// Bytes that llama.cpp's own records of a context take: of its cells, and of the graphs it keeps.
+static int64_t kvq_tables_bytes(const llama_context * ctx) {
+    const llama_memory_i * memory = llama_get_memory(ctx);
+    const llama_kv_cache * cache  = kvq_memory_cache(memory);
+    int64_t bytes                 = cache ? kvq_cells_bytes(*cache) : 0;
+    if (const llama_kv_cache_iswa * iswa = kvq_memory_iswa(memory)) {
+        bytes += kvq_cells_bytes(*iswa->get_swa());
+    }
+    // of the largest batch, of batches that want logits, and of those that want none
+    const auto n_nodes = (size_t) ctx->get_gf_res_reserve()->get_max_nodes();
+    return bytes + 3 * (int64_t) (n_nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_nodes, false));
+}
+
+// Bytes of a calibration's matrices, which are placed as kvq_transform::load does.
+static int64_t kvq_calibration_bytes(const llama_context * ctx, bool on_device) {
+    const llama_model & model = ctx->get_model();
+    int64_t n_values          = 0;
+    for (uint32_t il = 0; il < model.hparams.n_layer(); ++il) {
+        const auto buft = ggml_backend_dev_buffer_type(model.dev_layer((int) il));
+        if (kvq_layer_has_kv(model.hparams, il) &&
+            (ctx->get_cparams().offload_kqv && kvq_is_device(buft)) == on_device) {
+            const int64_t k = model.hparams.n_embd_head_k(il);
+            const int64_t v = model.hparams.n_embd_head_v(il);
+            n_values += model.hparams.n_head_kv(il) * (2 * k * k + 2 * v * v + k + v);
+        }
+    }
+    return n_values * (int64_t) sizeof(float);
+}
+
 kvq_memory_use kvq_context_get_memory_use(const llama_context * ctx, bool on_device) {
     kvq_memory_use use = {};
+    use.calibration    = kvq_calibration_bytes(ctx, on_device);
+    use.compute        = on_device ? 0 : kvq_tables_bytes(ctx);
     for (const auto & [buft, bytes] : ctx->memory_breakdown()) {
         if (kvq_is_device(buft) == on_device) {
             use.weights += buft == ggml_backend_cpu_buffer_type() ? 0 : (int64_t) bytes.model;

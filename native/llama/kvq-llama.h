@@ -46,7 +46,8 @@ LLAMA_API kvq_context_memory kvq_context_get_memory(const llama_context * ctx);
 struct kvq_memory_use {
     int64_t weights;
     int64_t kv;
-    int64_t compute;
+    int64_t compute;      // scratch, and the tables of cells and graphs
+    int64_t calibration;  // a calibration's matrices, if one is used
 };
 
 // weights in main memory are those that cannot be mapped from the file

@@ -11,10 +11,9 @@ from pykvq.calibration.file import read_info
 from pykvq.calibration.moments import TEXT_TOKENS
 from pykvq.errors import CalibrationError, InvalidArgumentError
 from pykvq.handles import ProgressCallback
-from pykvq.kv_config import KVConfig
+from pykvq.kv_config import KVConfig, calibration_choice
 from pykvq.runtime import Model
 
-_VARIABLE = "PYKVQ_CALIBRATE"
 # contexts up to this long share a calibration
 _MIN_POSITIONS = 2048
 
@@ -39,8 +38,7 @@ def calibration_for(
         CalibrationError: it is missing, damaged, of another model or format, or cannot be stored.
         InvalidArgumentError: the format holds sorted keys and there is no calibration to sort them.
     """
-    if choice is None:
-        choice = os.environ.get(_VARIABLE) or "auto"
+    choice = calibration_choice(choice)
     if not kv.uses_calibration:
         return None
     if choice == "never":

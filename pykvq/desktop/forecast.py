@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +65,10 @@ class Forecaster:
             InvalidArgumentError: the KV format is none.
         """
         predictor = self._predictor(options.n_gpu_layers)
-        kv = asked = parse_kv_config(options.kv_quant)
-        if kv.uses_calibration and predictor.sorts_keys and os.environ.get("PYKVQ_CALIBRATE") != "never":
-            kv = kv.with_spectral_keys()
+        asked = parse_kv_config(options.kv_quant)
+        kv = predictor.as_loaded(asked)
         n_ctx = (options.n_ctx or self.n_ctx_train) * options.n_slots
-        need = predictor.memory(kv, n_ctx)
+        need = predictor.memory(kv, n_ctx, calibrated=asked.takes_calibration())
         reference = predictor.memory(kv_presets()["f16"], n_ctx)
         return Forecast(
             weights=need.weights_bytes,

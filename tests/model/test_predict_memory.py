@@ -1,24 +1,17 @@
 """The memory that is predicted is the memory that is taken, and what does not fit is refused before it is loaded."""
 
+import functools
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from pykvq import Llama, OutOfMemoryError, predict, predict_memory
+from pykvq.calibration import calibrate
 from pykvq.cli import run
 
 MIB = 2**20
-
-
-@pytest.fixture
-def qwen_path():
-    path = os.environ.get("PYKVQ_TEST_MODEL_QWEN")
-    if not path:
-        pytest.skip("PYKVQ_TEST_MODEL_QWEN names no Qwen2.5-Coder-0.5B")
-    return path
 
 
 # A process of its own, since memory that was freed is not always given back. The compute buffers are touched as far as
@@ -27,18 +20,20 @@ MEASURE = """
 import json, sys
 import psutil
 from pykvq import Llama, kv_presets, predict_memory
-path, kv, n_ctx, n_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-need = predict_memory(path, n_ctx, kv)
-used = predict_memory(path, n_tokens, kv, n_ubatch=kv_presets()[kv].micro_batch(n_ctx)).compute_bytes
-with Llama(path, n_ctx=n_ctx, kv_quant=kv) as llm:
+path, kv, n_ctx, n_tokens, calibration = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+calibrated = calibration != "never"
+need = predict_memory(path, n_ctx, kv, calibrated=calibrated)
+n_ubatch = kv_presets()[kv].micro_batch(n_ctx)
+used = predict_memory(path, n_tokens, kv, n_ubatch=n_ubatch, calibrated=calibrated).compute_bytes
+with Llama(path, n_ctx=n_ctx, kv_quant=kv, calibrate=calibration) as llm:
     llm.eval([100 + i % 1000 for i in range(n_tokens)])
     print(json.dumps([need.total_bytes - need.compute_bytes + used, psutil.Process().memory_info().rss]))
 """
 
 
-def measure(path, kv, n_ctx, n_tokens):
+def measure(path, kv, n_ctx, n_tokens, calibration="never"):
     """Bytes (predicted, measured) after n_tokens tokens."""
-    arguments = [str(path), kv, str(n_ctx), str(n_tokens)]
+    arguments = [str(path), kv, str(n_ctx), str(n_tokens), str(calibration)]
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, *arguments], capture_output=True, encoding="utf-8", timeout=580, check=False
     )
@@ -46,21 +41,40 @@ def measure(path, kv, n_ctx, n_tokens):
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="session")
+def calibrations(tmp_path_factory):
+    """Makes the calibration of a model once; returns its path."""
+
+    @functools.cache
+    def make(path):
+        return calibrate(path, output=tmp_path_factory.mktemp("calibration") / "model.kvq.gguf").path
+
+    return make
+
+
 @pytest.mark.parametrize(("kv", "n_ctx"), [("f16", 512), ("ultra4", 4096), ("q8_0", 2048), ("f16", 8192)])
 def test_the_prediction_is_what_is_measured(smollm2_path, kv, n_ctx):
     predicted, measured = measure(smollm2_path, kv, n_ctx, min(n_ctx - 1, 600))
-    assert predicted == pytest.approx(measured, rel=0.05)
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
+def test_a_calibration_is_counted(smollm2_path, calibrations):
+    predicted, measured = measure(smollm2_path, "ultra4", 2048, 600, calibrations(smollm2_path))
+    assert predicted == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_ctx", [512, 2048, 8192, 32768])
-@pytest.mark.parametrize("kv", ["f16", "ultra4", "ultra2"])
+@pytest.mark.parametrize("kv", ["f16", "ultra4", "ultra2", "ultra4 calibrated", "ultra2 calibrated"])
 @pytest.mark.parametrize("model", ["smollm2", "qwen"])
-def test_the_prediction_over_models_contexts_and_presets(request, model, kv, n_ctx):
+def test_the_prediction_over_models_contexts_and_presets(request, calibrations, model, kv, n_ctx):
     path = request.getfixturevalue(f"{model}_path")
-    predicted, measured = measure(path, kv, n_ctx, min(n_ctx - 1, 600))
-    print(f"{model} {kv} {n_ctx}: predicted {predicted / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB")
-    assert predicted == pytest.approx(measured, rel=0.05)
+    preset, _, calibrated = kv.partition(" ")
+    calibration = calibrations(path) if calibrated else "never"
+    predicted, measured = measure(path, preset, n_ctx, min(n_ctx - 1, 600), calibration)
+    error = predicted / measured - 1
+    print(f"{model} {kv} {n_ctx}: predicted {predicted / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB, {error:+.1%}")
+    assert abs(error) < 0.05
 
 
 def with_free_memory(monkeypatch, n_bytes):
@@ -72,7 +86,7 @@ def test_what_does_not_fit_is_refused_with_numbers(smollm2_path, monkeypatch):
     with pytest.raises(OutOfMemoryError) as caught:
         Llama(smollm2_path, n_ctx=8192, kv_quant="f16")
     text = str(caught.value)
-    assert "needs 389 MiB (weights 187 MiB, KV cache 180 MiB, compute buffers 22 MiB) and 300 MiB are free" in text
+    assert "needs 393 MiB (weights 187 MiB, KV cache 180 MiB, compute buffers 25 MiB) and 300 MiB are free" in text
     assert "the KV format q8_0 does" not in text
     assert "ultra4 fits n_ctx 8192" in text
     n_ctx = int(text.split("n_ctx ")[2].split()[0])

@@ -93,7 +93,7 @@ def test_an_unknown_argument_is_a_type_error(llm, model_path):
 
 def test_a_library_of_another_abi_is_refused(lib):
     lib.abi_version = 7
-    with pytest.raises(LibraryError, match="ABI version 7, this package needs 3"):
+    with pytest.raises(LibraryError, match="ABI version 7, this package needs 4"):
         check_abi(lib)
 
 
