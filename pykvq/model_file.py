@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pykvq.errors import ModelFileError
+from pykvq.errors import ModelFileError, UnsupportedModelError
 from pykvq.file_names import calibration_path
 from pykvq.gguf_header import Header, TensorInfo, read_headers
-from pykvq.kv_config import kv_presets
+from pykvq.kv_config import KVConfig, kv_presets
 from pykvq.predict import Predictor
 
 # a context of so many tokens is long enough for its bytes a token to be those of the oldest tier
@@ -113,7 +114,7 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
 def kv_formats(path: str | os.PathLike[str], context_length: int, budget: int | None) -> dict[str, KVFormatNeed]:
     """What each KV preset takes in a model, and the largest context for ``budget`` bytes of main memory.
 
-    Contexts longer than ``context_length`` are not looked at.
+    Contexts longer than ``context_length`` are not looked at, and formats that the model's heads do not fit left out.
 
     Raises:
         ModelFileError, UnsupportedModelError: llama.cpp cannot load the model.
@@ -121,7 +122,7 @@ def kv_formats(path: str | os.PathLike[str], context_length: int, budget: int | 
     with Predictor(path) as predictor:
         f16_bytes = 0.0
         result = {}
-        for name, preset in kv_presets().items():
+        for name, preset in _possible_presets(predictor).items():
             kv = predictor.as_loaded(preset)
             ends = [predictor.kv_bytes(kv, n_ctx)[0] for n_ctx in (_LONG_CONTEXT, 2 * _LONG_CONTEXT)]
             bytes_per_token = (ends[1] - ends[0]) / _LONG_CONTEXT
@@ -137,8 +138,20 @@ def kv_formats(path: str | os.PathLike[str], context_length: int, budget: int | 
 def kv_curves(path: str | os.PathLike[str], contexts: list[int]) -> dict[str, list[int]]:
     """Bytes of the KV cache by preset, at each of the contexts."""
     with Predictor(path) as predictor:
-        formats = {name: predictor.as_loaded(kv) for name, kv in kv_presets().items()}
+        formats = {name: predictor.as_loaded(kv) for name, kv in _possible_presets(predictor).items()}
         return {name: [predictor.kv_bytes(kv, n_ctx)[0] for n_ctx in contexts] for name, kv in formats.items()}
+
+
+def _possible_presets(predictor: Predictor) -> dict[str, KVConfig]:
+    """The presets that a model can have: some types hold blocks that its heads do not fill."""
+    presets = kv_presets()
+    predictor.kv_bytes(presets["f16"], _LONG_CONTEXT)  # raises for a model that can have none
+    possible = {}
+    for name, kv in presets.items():
+        with contextlib.suppress(UnsupportedModelError):
+            predictor.kv_bytes(kv, _LONG_CONTEXT)
+            possible[name] = kv
+    return possible
 
 
 def _check_ranges(path: str | os.PathLike[str], own: Mapping[str, Any]) -> None:

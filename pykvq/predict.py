@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from pykvq import native
-from pykvq.errors import ModelFileError, OutOfMemoryError
+from pykvq.errors import ModelFileError, OutOfMemoryError, UnsupportedModelError
 from pykvq.gguf_header import Header, read_headers
 from pykvq.handles import FieldValue, context_params
 from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KVConfig, parse_kv_config
@@ -358,10 +358,11 @@ def _refusal(
     n_ctx = predictor.largest_context(kv, available, need.n_ctx, calibrated=calibrated, **params)
     fitting = [f"n_ctx {n_ctx} fits"] if n_ctx else []
     for name in _SMALLER_FORMATS:
-        smaller = parse_kv_config(name)
-        if predictor.kv_bytes(smaller, need.n_ctx, **params)[0] >= need.kv_bytes:
+        try:
+            smaller = predictor.memory(parse_kv_config(name), need.n_ctx, calibrated=calibrated, **params)
+        except UnsupportedModelError:  # the model's heads do not fill its blocks
             continue
-        if predictor.memory(smaller, need.n_ctx, calibrated=calibrated, **params).new_bytes <= available:
+        if smaller.kv_bytes < need.kv_bytes and smaller.new_bytes <= available:
             fitting.append(f"the KV format {name} fits n_ctx {need.n_ctx}")
             break
     advice = ", ".join(fitting) or "no context fits: free memory, or take a smaller model"

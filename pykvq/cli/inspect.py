@@ -15,6 +15,7 @@ from pykvq.cli.console import note, write
 from pykvq.cli.plot import new_plot, save_plot
 from pykvq.cli.program import EXIT_FAILURE, run_program
 from pykvq.errors import PykvqError
+from pykvq.kv_config import kv_presets
 from pykvq.model_file import KVFormatNeed, ModelFile, kv_curves, kv_formats, read_model_file
 from pykvq.models import resolve
 from pykvq.predict import available_memory
@@ -124,6 +125,8 @@ def _format_lines(facts: ModelFile, formats: dict[str, KVFormatNeed], budget: in
         if need.largest_context is not None:
             largest = f"{need.largest_context}{' (all it was trained on)' if need.largest_context == limit else ''}"
         lines.append(f"{name:<14} {need.bytes_per_token:>12,.0f} {need.ratio:>8.3f}   {largest}".rstrip())
+    if impossible := [name for name in kv_presets() if name not in formats]:
+        lines.append(f"not for heads of this size: {', '.join(impossible)}")
     return lines
 
 

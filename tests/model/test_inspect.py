@@ -73,6 +73,15 @@ def test_the_largest_context_fits_the_budget_and_no_more_does(smollm2_path, caps
     assert predict_kv(smollm2_path, int(found * 1.1), "f16")["kv_bytes"] + free > budget
 
 
+@pytest.mark.parametrize(("head_dim", "impossible"), [(32, "q4_ve, q2_t"), (80, "q8_0, q4_0, q4_ve, q2_t")])
+def test_formats_that_the_heads_do_not_fit_are_left_out(tmp_path, capsys, head_dim, impossible):
+    path = TinyModel(n_head=2, n_head_kv=1, head_dim_k=head_dim).write(tmp_path / "tiny.gguf")
+    code, out, err = run(capsys, path)
+    assert (code, err) == (0, "")
+    assert out.endswith(f"\nnot for heads of this size: {impossible}\n")
+    assert "\nultra4 " in out
+
+
 def test_a_budget_that_is_no_size(tiny, capsys):
     code, _, err = run(capsys, tiny, "--memory", "much")
     assert code == 2

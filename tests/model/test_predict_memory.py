@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny_models import TinyModel
 
 from pykvq import Llama, OutOfMemoryError, predict, predict_memory
 from pykvq.calibration import calibrate
@@ -100,6 +101,13 @@ def test_a_model_that_does_not_fit_at_all(smollm2_path, monkeypatch):
     with_free_memory(monkeypatch, 100 * MIB)
     with pytest.raises(OutOfMemoryError, match="no context fits: free memory, or take a smaller model"):
         Llama(smollm2_path, n_ctx=512)
+
+
+def test_a_refusal_passes_over_formats_that_the_heads_do_not_fit(tmp_path, monkeypatch):
+    path = TinyModel(n_head=2, n_head_kv=1, head_dim_k=80).write(tmp_path / "tiny.gguf")
+    with_free_memory(monkeypatch, 1000)
+    with pytest.raises(OutOfMemoryError, match="no context fits"):
+        Llama(path, n_ctx=512)
 
 
 def test_force_loads_it_all_the_same(smollm2_path, monkeypatch, capsys):
