@@ -107,8 +107,13 @@ def _define_callbacks(ffi: Any, lib: Any) -> None:
     def pykvq_py_log(level: int, text: Any, _user_data: Any) -> None:
         logger.log(_LOG_LEVELS.get(level, logging.INFO), "%s", ffi.string(text).decode("utf-8", "replace"))
 
-    # Ctrl-C may come before the callback has done anything: the load stops, and nothing is printed
-    @ffi.def_extern(error=False, onerror=lambda *_: False)  # type: ignore[untyped-decorator, unused-ignore]
+    def keep_error(_kind: Any, error: BaseException, traceback: Any) -> bool:
+        """Gives the guard what a signal's handler raised before the guard was called; the computation stops."""
+        if traceback is not None:
+            ffi.from_handle(traceback.tb_frame.f_locals["user_data"]).error = error
+        return False
+
+    @ffi.def_extern(error=False, onerror=keep_error)  # type: ignore[untyped-decorator, unused-ignore]
     def pykvq_py_progress(progress: float, user_data: Any) -> bool:
         keep_going: bool = ffi.from_handle(user_data)(progress)
         return keep_going
