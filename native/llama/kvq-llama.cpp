@@ -217,20 +217,25 @@ static int64_t kvq_tables_bytes(const llama_context * ctx) {
     return bytes + 3 * (int64_t) (n_nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_nodes, false));
 }
 
-// Bytes of a calibration's matrices, which are placed as kvq_transform::load does.
+// Bytes of what kvq_transform::load makes of a calibration, where it places it.
 static int64_t kvq_calibration_bytes(const llama_context * ctx, bool on_device) {
     const llama_model & model = ctx->get_model();
-    int64_t n_values          = 0;
+    int64_t bytes             = 0;
     for (uint32_t il = 0; il < model.hparams.n_layer(); ++il) {
         const auto buft = ggml_backend_dev_buffer_type(model.dev_layer((int) il));
-        if (kvq_layer_has_kv(model.hparams, il) &&
-            (ctx->get_cparams().offload_kqv && kvq_is_device(buft)) == on_device) {
-            const int64_t k = model.hparams.n_embd_head_k(il);
-            const int64_t v = model.hparams.n_embd_head_v(il);
-            n_values += model.hparams.n_head_kv(il) * (2 * k * k + 2 * v * v + k + v);
+        if (!kvq_layer_has_kv(model.hparams, il) ||
+            (ctx->get_cparams().offload_kqv && kvq_is_device(buft)) != on_device) {
+            continue;
         }
+        const int64_t n_head = model.hparams.n_head_kv(il);
+        const auto add       = [&](int64_t dim, int64_t n_vectors) {
+            const bool half = !on_device && n_head > 1 && dim % 16 == 0;
+            bytes += n_head * dim * (2 * dim * (half ? 2 : 4) + n_vectors * 4);
+        };
+        add(model.hparams.n_embd_head_k(il), 1);
+        add(model.hparams.n_embd_head_v(il), 2);
     }
-    return n_values * (int64_t) sizeof(float);
+    return bytes;
 }
 
 kvq_memory_use kvq_context_get_memory_use(const llama_context * ctx, bool on_device) {

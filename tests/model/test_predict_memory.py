@@ -60,8 +60,13 @@ def test_the_prediction_is_what_is_measured(smollm2_path, kv, n_ctx):
 
 
 def test_a_calibration_is_counted(smollm2_path, calibrations):
-    predicted, measured = measure(smollm2_path, "ultra4", 2048, 600, calibrations(smollm2_path))
+    calibration = calibrations(smollm2_path)
+    predicted, measured = measure(smollm2_path, "ultra4", 2048, 600, calibration)
     assert predicted == pytest.approx(measured, rel=0.03)
+    without, counted = (predict_memory(smollm2_path, 2048, calibrated=calibrated) for calibrated in (False, True))
+    with Llama(smollm2_path, n_ctx=2048, calibrate=calibration) as llm:
+        assert counted.weights_bytes - without.weights_bytes == llm.kv_info()["calibration"]["n_bytes"]
+        assert counted.kv_bytes == llm.kv_info()["kv_bytes"] > without.kv_bytes
 
 
 @pytest.mark.slow
