@@ -120,7 +120,7 @@ def list_files(repo: str) -> Repository:
         DownloadError: no such repository, no permission, or no network.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     endpoint = _endpoint()
     try:
