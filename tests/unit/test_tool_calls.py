@@ -1,6 +1,7 @@
 """Reading tool calls out of answers, and telling models about tools."""
 
 import json
+import time
 
 import pytest
 
@@ -65,6 +66,13 @@ CASES = [
 @pytest.mark.parametrize(("format", "text", "expected"), CASES)
 def test_calls_are_told_from_text(format, text, expected, size):
     assert read(format, text, size) == expected
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '[{"a":' * 100_000, "[] " * 200_000])
+def test_many_brackets_are_text_and_take_little_time(text):
+    started = time.perf_counter()
+    assert read(LLAMA_3, text) == (text, [])
+    assert time.perf_counter() - started < 2
 
 
 def test_text_is_not_held_back_longer_than_needed():
