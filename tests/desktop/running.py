@@ -57,16 +57,27 @@ def wait_for(condition, seconds=60):
 
 
 def load(page, app, model, kv="ultra4", ctx=None):
-    """Loads a model by the load dialog."""
+    """Loads a model by the load dialog. One thread waits for no other, however busy the machine is."""
     page.goto(f"{app.url}models")
     page.click(f'[data-model="{model}"] [data-open-load]')
     if ctx is not None:
         page.fill('[aria-label="Context"]', str(ctx))
+    page.fill('[aria-label="Threads"]', "1")
     if kv != "ultra4":
         page.click(".q-dialog .q-select")
         page.click(f'.q-menu [role=option]:has-text("{kv}")')
     page.click("[data-load]:not([disabled])")
     page.wait_for_selector("[data-loaded]:has-text(': loaded')", timeout=60_000)
+
+
+def begin_chat(page, app, **sampling):
+    """Opens a new chat with sampling values by their labels, such as Most_tokens=20."""
+    page.goto(app.url)
+    page.click('[aria-label="Settings of this chat"]')
+    for label, value in sampling.items():
+        page.fill(f'[aria-label="{label.replace("_", " ")}"]', str(value))
+    page.click("[data-save]")
+    page.wait_for_selector(".q-dialog", state="detached")
 
 
 def send(page, text):

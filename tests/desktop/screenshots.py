@@ -30,7 +30,7 @@ def fill(page, app):
     page.fill('[aria-label="System prompt"]', "You are a helpful assistant.")
     page.fill('[aria-label="Most tokens"]', "220")
     page.fill('[aria-label="Temperature"]', "0")
-    page.click("text=Save")
+    page.click("[data-save]")
     for i, question in enumerate(QUESTIONS):
         send(page, question)
         wait_for_answer(page, 2 * i + 2)

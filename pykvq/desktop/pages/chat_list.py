@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import groupby
-from typing import Any
 
 from nicegui import events, ui
 
 from pykvq.desktop.conversations import Conversation
 from pykvq.desktop.desk import Desk
-from pykvq.desktop.pages.layout import icon_button, told
-from pykvq.desktop.transfer import from_json, to_json, to_markdown
+from pykvq.desktop.pages.layout import icon_button, told, upload_box
+from pykvq.desktop.transfer import MAX_BYTES, from_json, to_json, to_markdown
 
 _SHOWN = 60
 _TYPES = {"md": "text/markdown", "json": "application/json"}
@@ -137,11 +137,11 @@ class ChatList:
     def _import(self) -> None:
         async def take(upload: events.UploadEventArguments) -> None:
             with told():
-                data: Any = await upload.file.read()
-                chat = from_json(self._desk.chats, data)
+                data = await upload.file.read()
+                chat = await asyncio.to_thread(from_json, self._desk.chats, data)
                 self._desk.list_changed.emit()
                 ui.navigate.to(f"/chat/{chat.id}")
 
         with ui.dialog(value=True), ui.card():
             ui.label("A .json file that was exported from pykvq")
-            ui.upload(on_upload=take, auto_upload=True).props('accept=".json" aria-label="File to import"')
+            upload_box(take, MAX_BYTES, "File to import").props('accept=".json"')

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nicegui import ui
+from nicegui import events, ui
 
 from pykvq.desktop.desk import Desk
 from pykvq.desktop.markdown import code_css
@@ -93,6 +93,17 @@ def icon_button(icon: str, name: str, action: object = None) -> ui.button:
     with button:
         ui.tooltip(name)
     return button
+
+
+def upload_box(take: Callable[[events.UploadEventArguments], Any], max_bytes: int, name: str) -> ui.upload:
+    """A box for files, which are taken at once."""
+
+    def refuse() -> None:
+        ui.notify(f"Files must have at most {max_bytes >> 20} MiB", type="negative")
+
+    box = ui.upload(on_upload=take, on_rejected=refuse, auto_upload=True, max_file_size=max_bytes)
+    box.props["aria-label"] = name
+    return box
 
 
 def axis(name: str) -> dict[str, Any]:
