@@ -49,6 +49,21 @@ def running_app(folder: Path, models: Path, command: str = COMMAND):
         app.kill()
 
 
+def prepared(folder, answers, **fields):
+    """The id of a conversation with these answers, in the data folder of an app that does not run."""
+    from pykvq.desktop.conversations import Conversations
+    from pykvq.desktop.database import Database
+
+    database = Database(folder / "data")
+    chats = Conversations(database)
+    chat, last = chats.create("prepared", **fields), None
+    for answer in answers:
+        question = chats.add(chat.id, "user", "A question", parent=last)
+        last = chats.add(chat.id, "assistant", answer, parent=question.id).id
+    database.close()
+    return chat.id
+
+
 def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():

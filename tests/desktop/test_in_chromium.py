@@ -188,10 +188,8 @@ def test_files_go_in_and_out(app, page, tmp_path):
     load(page, app, "demo", ctx=512)
     begin_chat(page, app, Most_tokens=20)
     for name in ("other.txt", "note.txt"):
-        page.click('[aria-label="Attach a text or PDF"]')
-        page.set_input_files("input[type=file]", tmp_path / name)
+        page.set_input_files("[data-attach] input[type=file]", tmp_path / name)
         page.wait_for_selector(f".q-chip:has-text('{name}')")
-        page.wait_for_selector(".q-dialog", state="detached")
     page.click('.q-chip:has-text("other.txt") .q-chip__icon--remove')
     send(page, "What is the secret word?")
     page.wait_for_selector("article .q-chip:has-text('note.txt')")
@@ -203,8 +201,9 @@ def test_files_go_in_and_out(app, page, tmp_path):
     download.value.save_as(saved)
     assert "The secret word is heron." in saved.read_text()
     assert "stork" not in saved.read_text()
-    page.click('[aria-label="Import a chat"]')
-    page.set_input_files("input[type=file]", saved)
+    with page.expect_file_chooser() as chooser:
+        page.click('[aria-label="Import a chat"]')
+    chooser.value.set_files(saved)
     page.wait_for_url(f"{app.url}chat/2")
     page.wait_for_selector("article .q-chip:has-text('note.txt')")
 

@@ -17,7 +17,7 @@ from pykvq.desktop.desk import Desk
 from pykvq.desktop.jobs import DOWNLOAD
 from pykvq.desktop.pages.chat_list import ChatList
 from pykvq.desktop.pages.chat_settings import SettingsDialog
-from pykvq.desktop.pages.layout import frame, icon_button, tell, told, upload_box
+from pykvq.desktop.pages.layout import dialog, file_button, frame, icon_button, tell, told
 from pykvq.desktop.pages.load_dialog import load_model
 from pykvq.desktop.pages.messages import MessageView
 from pykvq.desktop.pages.progress import JobList, load_progress
@@ -168,15 +168,16 @@ class ChatPage:
         def save() -> None:
             with told():
                 self._desk.edit(message.id, text.value or "")
-                dialog.close()
+                box.close()
 
-        with ui.dialog(value=True) as dialog, ui.card().style("width: 40rem; max-width: 95vw"):
+        with dialog("Edit the message") as box, ui.card().style("width: 40rem; max-width: 95vw"):
             ui.label("The conversation goes on from here; what there was stays on another branch.").classes("muted")
             text = ui.textarea(value=message.content).props('autogrow autofocus outlined aria-label="Edited message"')
             text.classes("spread")
             with ui.row():
-                ui.button("Save and answer" if message.role == "user" else "Save", on_click=save).props("no-caps")
-                ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
+                title = "Save and answer" if message.role == "user" else "Save"
+                ui.button(title, on_click=save).props("no-caps data-save-edit")
+                ui.button("Cancel", on_click=box.close).props("flat no-caps")
 
     def _regenerate(self, message: int) -> None:
         with told():
@@ -191,7 +192,7 @@ class ChatPage:
     def _composer(self) -> None:
         self._files = ui.row()
         with ui.row(wrap=False).classes("spread items-end"):
-            icon_button("attach_file", "Attach a text or PDF", self._attach)
+            file_button("attach_file", "Attach texts or PDFs", self._attach, MAX_BYTES, "multiple data-attach")
             self._input = (
                 ui.textarea(placeholder="Message")
                 .props('autogrow outlined dense autofocus aria-label="Message" input-style="max-height: 12rem"')
@@ -248,19 +249,17 @@ class ChatPage:
         if self._id is not None:
             await self._desk.stop(self._id)
 
-    def _attach(self) -> None:
-        async def take(upload: events.UploadEventArguments) -> None:
-            with told():
-                data = await upload.file.read()
-                attachment = await asyncio.to_thread(read_attachment, upload.file.name, data)
-                self._attachments.append(attachment)
-                with self._files:
-                    self._chip(attachment)
-                dialog.close()
-
-        with ui.dialog(value=True) as dialog, ui.card():
-            ui.label("Its text goes to the model with your next message.")
-            upload_box(take, MAX_BYTES, "Files to attach").props("multiple")
+    async def _attach(self, upload: events.UploadEventArguments) -> None:
+        name = upload.file.name
+        with self._files:
+            waiting = ui.chip(f"{name} is being read…", icon="hourglass_empty").props("dense outline")
+        try:
+            attachment = await asyncio.to_thread(read_attachment, name, await upload.file.read())
+        finally:
+            waiting.delete()
+        self._attachments.append(attachment)
+        with self._files:
+            self._chip(attachment)
 
     def _chip(self, attachment: Attachment) -> None:
         chip = ui.chip(attachment.name, icon="attach_file", removable=True)

@@ -9,7 +9,7 @@ from nicegui import events, ui
 
 from pykvq.desktop.conversations import Conversation
 from pykvq.desktop.desk import Desk
-from pykvq.desktop.pages.layout import icon_button, told, upload_box
+from pykvq.desktop.pages.layout import dialog, file_button, icon_button, told
 from pykvq.desktop.transfer import MAX_BYTES, from_json, to_json, to_markdown
 
 _SHOWN = 60
@@ -26,7 +26,7 @@ class ChatList:
         with ui.row(wrap=False).classes("spread items-center"):
             new = ui.button("New chat", icon="add", on_click=lambda: ui.navigate.to("/")).classes("grow")
             new.props('no-caps unelevated data-key="new"')
-            icon_button("upload_file", "Import a chat", self._import)
+            file_button("upload_file", "Import a chat", self._import, MAX_BYTES, 'accept=".json" data-import')
         self._search = (
             ui.input(placeholder="Search", on_change=self._searched)
             .props('dense outlined clearable debounce=200 aria-label="Search chats"')
@@ -97,14 +97,14 @@ class ChatList:
             with told():
                 title = (name.value or "").strip() or chat.title
                 self._desk.change(chat.id, title=title, folder=(folder.value or "").strip())
-                dialog.close()
+                box.close()
 
-        with ui.dialog(value=True) as dialog, ui.card():
+        with dialog("Title and folder") as box, ui.card():
             name = ui.input("Title", value=chat.title).props("autofocus").on("keydown.enter", save)
             folder = ui.input("Folder", value=chat.folder).on("keydown.enter", save)
             with ui.row():
                 ui.button("Save", on_click=save)
-                ui.button("Cancel", on_click=dialog.close).props("flat")
+                ui.button("Cancel", on_click=box.close).props("flat")
 
     def _duplicate(self, chat: int) -> None:
         with told():
@@ -134,14 +134,7 @@ class ChatList:
             name = "".join(c if c.isalnum() or c in " -_" else "_" for c in conversation.title).strip() or "chat"
             ui.download.content(text.encode("utf-8", "replace"), f"{name}.{kind}", _TYPES[kind])
 
-    def _import(self) -> None:
-        async def take(upload: events.UploadEventArguments) -> None:
-            with told():
-                data = await upload.file.read()
-                chat = await asyncio.to_thread(from_json, self._desk.chats, data)
-                self._desk.list_changed.emit()
-                ui.navigate.to(f"/chat/{chat.id}")
-
-        with ui.dialog(value=True), ui.card():
-            ui.label("A .json file that was exported from pykvq")
-            upload_box(take, MAX_BYTES, "File to import").props('accept=".json"')
+    async def _import(self, upload: events.UploadEventArguments) -> None:
+        chat = await asyncio.to_thread(from_json, self._desk.chats, await upload.file.read())
+        self._desk.list_changed.emit()
+        ui.navigate.to(f"/chat/{chat.id}")

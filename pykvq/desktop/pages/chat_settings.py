@@ -8,7 +8,7 @@ from typing import Any
 from nicegui import events, ui
 
 from pykvq.desktop import sampling
-from pykvq.desktop.pages.layout import told
+from pykvq.desktop.pages.layout import dialog, told
 from pykvq.desktop.sampling import NO_PRESET, Presets
 
 
@@ -28,7 +28,7 @@ class SettingsDialog:
     ) -> None:
         self._presets = presets
         self._save = save
-        with ui.dialog(value=True) as self._dialog, ui.card().style("width: 32rem; max-width: 95vw"):
+        with dialog("Settings of this chat") as self._dialog, ui.card().style("width: 32rem; max-width: 95vw"):
             self._prompt = (
                 ui.textarea("System prompt", value=system_prompt).props("autogrow outlined").classes("spread")
             )

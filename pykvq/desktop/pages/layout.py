@@ -95,15 +95,35 @@ def icon_button(icon: str, name: str, action: object = None) -> ui.button:
     return button
 
 
-def upload_box(take: Callable[[events.UploadEventArguments], Any], max_bytes: int, name: str) -> ui.upload:
-    """A box for files, which are taken at once."""
+def file_button(
+    icon: str,
+    name: str,
+    take: Callable[[events.UploadEventArguments], Any],
+    max_bytes: int,
+    props: str = "",
+) -> ui.button:
+    """A button that asks for files, each of which ``take`` gets. ``props`` are those of Quasar's QUploader."""
 
-    def refuse() -> None:
-        ui.notify(f"Files must have at most {max_bytes >> 20} MiB", type="negative")
+    async def taken(upload: events.UploadEventArguments) -> None:
+        with told():
+            await take(upload)
+        box.reset()  # the same file may be chosen again
 
-    box = ui.upload(on_upload=take, on_rejected=refuse, auto_upload=True, max_file_size=max_bytes)
-    box.props["aria-label"] = name
-    return box
+    def refused() -> None:
+        ui.notify(f"{name}: files must have at most {max_bytes >> 20} MiB", type="negative")
+
+    box = ui.upload(on_upload=taken, on_rejected=refused, auto_upload=True, max_file_size=max_bytes)
+    box.props(props).classes("hidden")  # the system's own dialog is asked for without it
+    button = icon_button(icon, name)
+    # browsers open that dialog only during a click
+    return button.on("click", js_handler=f"() => runMethod({box.id}, 'pickFiles', [])")
+
+
+def dialog(name: str) -> ui.dialog:
+    """An open dialog, named for those who do not see it."""
+    opened = ui.dialog(value=True)
+    opened.props["aria-label"] = name
+    return opened
 
 
 def axis(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pykvq import catalog
 from pykvq.desktop.desk import Desk
 from pykvq.desktop.jobs import DOWNLOAD
 from pykvq.desktop.library import PICKED, LibraryModel
-from pykvq.desktop.pages.layout import frame, icon_button, tell, told
+from pykvq.desktop.pages.layout import dialog, frame, icon_button, tell, told
 from pykvq.desktop.pages.load_dialog import LoadDialog
 from pykvq.desktop.pages.progress import JobList, load_progress
 from pykvq.errors import PykvqError
@@ -98,19 +98,19 @@ class ModelsPage:
 
     def _remove(self, model: LibraryModel) -> None:
         async def remove() -> None:
-            dialog.close()
+            box.close()
             with told():
                 await asyncio.to_thread(self._desk.library.remove, model.local)
                 self._desk.library_changed.emit()
 
         is_picked = model.local.source == PICKED
-        with ui.dialog(value=True) as dialog, ui.card():
+        with dialog("Remove a model") as box, ui.card():
             what = "Leave this file out of the list? It is not deleted." if is_picked else "Delete this file?"
             ui.label(what).classes("text-subtitle1")
             ui.label(str(model.local.path)).style("overflow-wrap: anywhere")
             with ui.row():
                 ui.button("Leave out" if is_picked else "Delete", on_click=remove, color="negative").props("no-caps")
-                ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
+                ui.button("Cancel", on_click=box.close).props("flat no-caps")
 
 
 def _facts(model: LibraryModel) -> str:
