@@ -60,6 +60,7 @@ class Desk:
         self.model_changed = Event[[]]()
         self.jobs_changed = Event[[]]()
         self.library_changed = Event[[]]()
+        self._wanted: tuple[Path, LoadOptions] | None = None  # what is being loaded
         self._registry: ModelRegistry | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -98,17 +99,20 @@ class Desk:
         """
         if not path.is_file():
             raise InvalidArgumentError(f"model file not found: {str(path)!r}")
-        entry = self.model
-        if entry is not None and entry.state == "loading" and (entry.spec.path, entry.options) == (path, options):
-            return  # a second click
-        await self.unload()
-        opening = asyncio.create_task(self.registry.open(ModelSpec(path.stem, path), options))
-        await asyncio.sleep(0)  # its state is "loading" from here on
-        self.model_changed.emit()
+        wanted = path, options
+        if self._wanted == wanted:  # a second click
+            return
+        self._wanted = wanted
         try:
+            await self.unload()
+            opening = asyncio.create_task(self.registry.open(ModelSpec(path.stem, path), options))
+            await asyncio.sleep(0)  # its state is "loading" from here on
+            self.model_changed.emit()
             await opening
             self.library.keep_load(path, options)
         finally:
+            if self._wanted is wanted:
+                self._wanted = None
             self.speeds.clear()
             self.model_changed.emit()
 

@@ -1,6 +1,7 @@
 """A running pykvq-desktop, and a browser that looks at it."""
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -62,6 +63,25 @@ def prepared(folder, answers, **fields):
         last = chats.add(chat.id, "assistant", answer, parent=question.id).id
     database.close()
     return chat.id
+
+
+def add_a_thousand_conversations(database):
+    """Of a hundred messages each; of 2,000 words 20 in each message."""
+    from pykvq.desktop.conversations import Conversations
+
+    chats, draw = Conversations(database), random.Random(7)
+    words = [f"word{i}" for i in range(2000)]
+    with database.transaction() as connection:
+        for i in range(1000):
+            chat, last = chats.create(f"chat {i}"), None
+            for _ in range(100):
+                cursor = connection.execute(
+                    "INSERT INTO message (conversation, parent, role, content, state, created) "
+                    "VALUES (?, ?, 'user', ?, 'complete', 0)",
+                    (chat.id, last, " ".join(draw.choices(words, k=20))),
+                )
+                last = cursor.lastrowid
+            chats.update(chat.id, head=last)
 
 
 def wait_for(condition, seconds=60):

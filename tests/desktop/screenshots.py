@@ -47,7 +47,6 @@ def shoot(page, name):
     from PIL import Image
 
     page.wait_for_timeout(1800)
-    page.evaluate("document.querySelectorAll('.q-tooltip').forEach(e => e.remove())")
     picture = Image.open(io.BytesIO(page.screenshot()))
     picture.quantize(COLORS).save(TARGET / f"{name}.png", optimize=True)
 

@@ -18,6 +18,8 @@ def test_a_new_database_is_in_wal_mode_with_foreign_keys_and_private(tmp_path):
     assert database.row("PRAGMA journal_mode")[0] == "wal"
     assert database.row("PRAGMA foreign_keys")[0] == 1
     assert database.row("PRAGMA user_version")[0] == len(MIGRATIONS)
+    if os.name == "posix":
+        assert (tmp_path / "new" / "folder").stat().st_mode & 0o77 == 0
     database.close()
     database.close()
     with pytest.raises(StorageError, match="closed"):

@@ -6,13 +6,14 @@ import asyncio
 from itertools import groupby
 
 from nicegui import events, ui
+from nicegui.elements.mixins.text_element import TextElement
 
 from pykvq.desktop.conversations import Conversation
 from pykvq.desktop.desk import Desk
-from pykvq.desktop.pages.layout import dialog, file_button, icon_button, told
+from pykvq.desktop.pages.layout import dialog, file_button, told
 from pykvq.desktop.transfer import MAX_BYTES, from_json, to_json, to_markdown
 
-_SHOWN = 60
+_SHOWN = 40
 _TYPES = {"md": "text/markdown", "json": "application/json"}
 
 
@@ -29,7 +30,7 @@ class ChatList:
             file_button("upload_file", "Import a chat", self._import, MAX_BYTES, 'accept=".json" data-import')
         self._search = (
             ui.input(placeholder="Search", on_change=self._searched)
-            .props('dense outlined clearable debounce=200 aria-label="Search chats"')
+            .props('dense outlined clearable debounce=100 aria-label="Search chats"')
             .classes("spread")
         )
         self.show()
@@ -69,12 +70,18 @@ class ChatList:
             link = ui.link(chat.title, f"/chat/{chat.id}").classes("grow").props(f'data-chat-link="{chat.id}"')
             if is_current:
                 link.props('aria-current="true"')
-            with icon_button("more_vert", "More").props("size=sm"), ui.menu():
-                ui.menu_item("Rename", lambda: self._rename(chat))
-                ui.menu_item("Duplicate", lambda: self._duplicate(chat.id))
-                ui.menu_item("Export as Markdown", lambda: self._export(chat.id, "md"))
-                ui.menu_item("Export as JSON", lambda: self._export(chat.id, "json"))
-                ui.menu_item("Delete", lambda: self._delete(chat.id))
+            more = TextElement(tag="button", text="⋮").classes("more")
+            more.props('type="button" aria-label="More" title="More" aria-haspopup="menu"')
+            more.on("click", lambda: self._open_menu(more, chat))
+
+    def _open_menu(self, button: ui.element, chat: Conversation) -> None:
+        button.clear()  # of the one that was opened before; one for each chat from the start would make lists slow
+        with button, ui.menu(value=True).props("no-parent-event"):
+            ui.menu_item("Rename", lambda: self._rename(chat))
+            ui.menu_item("Duplicate", lambda: self._duplicate(chat.id))
+            ui.menu_item("Export as Markdown", lambda: self._export(chat.id, "md"))
+            ui.menu_item("Export as JSON", lambda: self._export(chat.id, "json"))
+            ui.menu_item("Delete", lambda: self._delete(chat.id))
 
     def _deleted_row(self) -> None:
         deleted = self._desk.deleted

@@ -89,10 +89,7 @@ def _mode_button(desk: Desk) -> None:
 def icon_button(icon: str, name: str, action: object = None) -> ui.button:
     """A button with an icon, and a name for those who do not see it."""
     assert action is None or callable(action)
-    button = ui.button(icon=icon, on_click=action).props(f'flat round dense aria-label="{name}"')
-    with button:
-        ui.tooltip(name)
-    return button
+    return ui.button(icon=icon, on_click=action).props(f'flat round dense aria-label="{name}" title="{name}"')
 
 
 def file_button(
