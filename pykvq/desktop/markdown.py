@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from functools import lru_cache
 from html import escape
 from typing import Any
@@ -112,14 +113,11 @@ def _parser() -> MarkdownIt:
 
 
 def _highlighted(code: str, language: str, _attributes: str) -> str:
-    name = language if re.fullmatch(r"[\w+#.-]{1,30}", language) else ""
     body = escape(code)
-    if name and len(code) <= _MAX_HIGHLIGHTED_CHARACTERS:
-        try:
-            body = highlight(code, get_lexer_by_name(name), HtmlFormatter(nowrap=True))
-        except ClassNotFound:
-            name = ""
-    return f'<pre class="{_CODE_CLASSES}" tabindex="0"><code class="{escape(name)}">{body}</code></pre>'
+    if language and len(code) <= _MAX_HIGHLIGHTED_CHARACTERS:
+        with suppress(ClassNotFound):
+            body = highlight(code, get_lexer_by_name(language), HtmlFormatter(nowrap=True))
+    return f'<pre class="{_CODE_CLASSES}" tabindex="0"><code>{body}</code></pre>'
 
 
 def code_css() -> str:

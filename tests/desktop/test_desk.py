@@ -12,7 +12,7 @@ pytest.importorskip("nicegui")
 from pykvq.desktop.answer import chat_messages
 from pykvq.desktop.conversations import Attachment, Conversation, Message
 from pykvq.desktop.desk import Desk
-from pykvq.desktop.forecast import Forecaster
+from pykvq.desktop.forecast import Forecast, Forecaster
 from pykvq.errors import AbortedError, BusyError, InvalidArgumentError, ModelFileError, StorageError
 from pykvq.server.registry import ModelRegistry
 from pykvq.server.settings import LoadOptions, ServerSettings
@@ -315,3 +315,13 @@ def test_the_forecast_is_what_is_allocated(smollm2_path, tmp_path, kv_quant):
         assert n_bytes == pytest.approx(tier["n_bytes"], abs=0.12 * info["kv_bytes"])
     assert forecast.fits
     assert forecast.total <= forecast.total_f16
+
+
+@pytest.mark.parametrize(
+    ("available", "device", "available_device", "fits"),
+    [(60, 0, 0, True), (59, 0, 0, False), (100, 5, 5, True), (100, 6, 5, False)],
+)
+def test_what_needs_more_than_is_free_does_not_fit(available, device, available_device, fits):
+    forecast = Forecast(10, (("f16", 20), ("q4_ve", 20)), 10, 100, available, device, available_device, None)
+    assert forecast.total == 60
+    assert forecast.fits is fits

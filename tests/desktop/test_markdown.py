@@ -69,6 +69,12 @@ def test_hostile_answers_are_text(text):
     assert shown.count("<div") == shown.count("</div")
 
 
+def test_very_long_answers_are_shown_in_part_and_that_is_said():
+    blocks = to_blocks("A line of text.\n\n" * 20_000)
+    assert sum(map(len, blocks)) < 400_000
+    assert blocks[-1] == "<p><em>… 140,000 more characters: copy the message to see all</em></p>"
+
+
 def test_links_do_not_tell_where_they_come_from():
     assert 'rel="noopener noreferrer"' in html("[x](https://example.com)")
 
@@ -137,6 +143,6 @@ def test_what_only_looks_like_a_call_is_not_folded(text):
     ],
 )
 def test_large_answers_take_little_time(text):
-    started = time.perf_counter()
+    started = time.process_time()  # whatever else the machine does
     to_blocks(text)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2

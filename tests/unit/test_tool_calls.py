@@ -70,9 +70,9 @@ def test_calls_are_told_from_text(format, text, expected, size):
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '[{"a":' * 100_000, "[] " * 200_000])
 def test_many_brackets_are_text_and_take_little_time(text):
-    started = time.perf_counter()
+    started = time.process_time()  # whatever else the machine does
     assert read(LLAMA_3, text) == (text, [])
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_text_is_not_held_back_longer_than_needed():

@@ -53,7 +53,7 @@ class JobList:
                     bar = ui.linear_progress(job.progress, show_value=False)
                     bar.props["aria-label"] = job.title
                     self._bars[job.number] = title, bar
-            if job.state == "running":
+            if job.state == "running" and not job.is_cancelled:
                 icon_button("pause" if self._kind == DOWNLOAD else "cancel", "End", job.cancel)
             elif job.state in ("cancelled", "failed"):
                 icon_button("play_arrow", "Go on", lambda: self._desk.restart_job(job))
@@ -61,6 +61,8 @@ class JobList:
                 icon_button("close", "Remove from the list", lambda: self._desk.drop_job(job))
 
     def _title_of(self, job: Job) -> str:
+        if job.state == "running" and job.is_cancelled:
+            return f"{job.title}: is being ended…"
         state = _DOWNLOAD_STATES.get(job.state, job.state) if self._kind == DOWNLOAD else job.state
         return f"{job.title}: {state}" + (f", {100 * job.progress:.0f} %" if job.state == "running" else "")
 
