@@ -222,7 +222,9 @@ class ChatPage:
 
     def _send(self) -> None:
         text = self._input.value or ""
-        if not text.strip() and not self._attachments:  # a second click, or nothing yet
+        if not text.strip():  # a second click, or nothing yet
+            if self._attachments:
+                ui.notify("Write something to go with the files")
             return
         if self._desk.model is None:
             ui.notify("No model is loaded yet: load one first")
@@ -231,10 +233,8 @@ class ChatPage:
             ui.notify("This chat is being answered: wait for the answer, or stop it first")
             return
         try:
-            if self._id is None and text.strip():
-                self._id = self._desk.chats.create(**self._draft).id
             if self._id is None:
-                return
+                self._id = self._desk.chats.create(**self._draft).id
             self._desk.send(self._id, text, self._attachments)
         except PykvqError as error:
             tell(error)
