@@ -160,6 +160,11 @@ _FENCE_LANGUAGES = ("", "json", "tool_call", "xml")
 _FENCE = re.compile(r"```(?:json|tool_call|xml)?\s*(.*?)\s*(?:```\s*)?$", re.S)
 
 
+def is_bare_call(text: str) -> bool:
+    """Whether an answer is nothing but the JSON of calls without markers, as Llama 3 writes them."""
+    return text.lstrip()[:1] in ("{", "[") and bool(_read_calls(text, LLAMA_3.arguments_key))
+
+
 def _without_fence(text: str) -> str:
     match = _FENCE.match(text.strip())
     return match[1] if match else text
@@ -179,6 +184,9 @@ def _may_be_bare(text: str) -> bool:
     return start.startswith(("{", "[{")) or "[{".startswith(start) or "```".startswith(start)
 
 
+_SEPARATORS = re.compile(r"[ \n\r\t;,]*")
+
+
 def _read_calls(text: str, arguments_key: str) -> list[ToolCall]:
     """The calls that a text is, [] if it is anything else."""
     text = text.strip()
@@ -194,8 +202,8 @@ def _read_calls(text: str, arguments_key: str) -> list[ToolCall]:
         while position < len(text):
             value, position = decoder.raw_decode(text, position)
             values += value if isinstance(value, list) else [value]
-            position += len(text[position:]) - len(text[position:].lstrip(" \n\r\t;,"))
-    except ValueError:
+            position = _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]
+    except (ValueError, RecursionError):  # the latter for thousands of brackets
         return []
     calls = [_read_call(value, arguments_key) for value in values]
     return [] if None in calls else [call for call in calls if call is not None]
@@ -228,7 +236,7 @@ def _read_call(value: Any, arguments_key: str) -> ToolCall | None:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return None

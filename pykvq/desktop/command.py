@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import socket
 import sys
 import threading
@@ -17,6 +15,7 @@ import typer
 
 from pykvq.cli.console import note
 from pykvq.cli.program import print_version, require, run_program
+from pykvq.desktop.window import Window, window_problem
 from pykvq.errors import LibraryError
 from pykvq.server.serve import base_url, is_loopback, listening_server
 from pykvq.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
@@ -24,8 +23,9 @@ from pykvq.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 if TYPE_CHECKING:
     import uvicorn
 
+    from pykvq.desktop.guard import Guard
+
 PROGRAM = "pykvq-desktop"
-_WINDOW_SIZE = (1200, 800)
 
 
 def _desktop(
@@ -64,12 +64,10 @@ def _desktop(
     note(f"pykvq-desktop: {address}")
     if not is_loopback(host):
         note("warning: anyone who can reach this address can use the API: set a key at the Server page")
-    if no_window or not _has_window():
-        if not no_window:
-            webbrowser.open(address)
+    if no_window:
         server.run([listener])
     else:
-        _serve_with_window(server, listener, address)
+        _serve_with_window(server, listener, address, guard)
     return 0 if server.started else 1
 
 
@@ -77,27 +75,27 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _has_window() -> bool:
-    return importlib.util.find_spec("webview") is not None
+def _serve_with_window(server: uvicorn.Server, listener: socket.socket, address: str, guard: Guard) -> None:
+    """Serves until the window is closed; where there can be none, a browser is opened."""
 
+    def open_browser(problem: str) -> None:
+        note(f"no window ({problem}): opening the browser")
+        target = address.replace(guard.token, guard.ticket())
+        threading.Thread(target=webbrowser.open, args=(target,), daemon=True).start()  # one in a terminal may block
 
-def _serve_with_window(server: uvicorn.Server, listener: socket.socket, address: str) -> None:
-    """Serves until the window is closed; without a display or a toolkit for windows the browser is opened."""
-    import webview
-
-    logging.getLogger("pywebview").setLevel(logging.CRITICAL)  # it logs a traceback for each toolkit that is missing
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        webview.create_window("pykvq", address, width=_WINDOW_SIZE[0], height=_WINDOW_SIZE[1])
-        webview.start()
-    except Exception as error:
-        note(f"no window ({error}): opening the browser")
-        webbrowser.open(address)
-        thread.join()
-    finally:
+    def end() -> None:
         server.should_exit = True
-        thread.join()
+
+    problem = window_problem()
+    if problem is not None:
+        open_browser(problem)
+        server.run([listener])
+        return
+    window = Window(address, on_closed=end, on_failed=open_browser)
+    try:
+        server.run([listener])
+    finally:
+        window.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

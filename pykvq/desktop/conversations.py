@@ -79,7 +79,7 @@ class Conversations:
         now = time.time()
         with self._database.transaction() as connection:
             cursor = connection.execute(
-                "INSERT INTO conversation (title, created, updated) VALUES (?, ?, ?)", (title, now, now)
+                "INSERT INTO conversation (title, created, updated) VALUES (?, ?, ?)", (_storable(title), now, now)
             )
             return self.update(int(cursor.lastrowid or 0), **fields)
 
@@ -101,6 +101,7 @@ class Conversations:
             fields["updated"] = time.time()
         if "sampling" in fields:
             fields["sampling"] = json.dumps(fields["sampling"])
+        fields = {name: _storable(value) if isinstance(value, str) else value for name, value in fields.items()}
         with self._database.transaction() as connection:
             if fields:
                 columns = ", ".join(f"{name} = ?" for name in fields)
@@ -125,20 +126,31 @@ class Conversations:
     def duplicate(self, conversation: int) -> Conversation:
         """A copy with all branches."""
         original = self.get(conversation)
-        with self._database.transaction():
-            copy = self.create(
-                f"{original.title} (copy)",
-                folder=original.folder,
-                system_prompt=original.system_prompt,
-                sampling=original.sampling,
-            )
-            copies = self.add_tree(copy.id, self.tree(conversation))
-            head = None if original.head is None else copies[original.head]
-            return self.update(copy.id, head=head)
+        return self.create_tree(
+            self.tree(conversation),
+            original.head,
+            title=f"{original.title} (copy)",
+            folder=original.folder,
+            system_prompt=original.system_prompt,
+            sampling=original.sampling,
+        )
+
+    def create_tree(self, messages: Iterable[Message], head: int | None, **fields: Any) -> Conversation:
+        """A new conversation with copies of messages, parents before children; ``head`` is the id of one of them."""
+        ids: dict[int, int] = {}
+        with self._database.transaction() as connection:
+            created = self.create(**fields).id
+            for each in messages:
+                parent = None if each.parent is None else ids[each.parent]
+                state = "stopped" if each.state == "streaming" else each.state
+                ids[each.id] = _insert(
+                    connection, created, parent, each.role, each.content, state, each.details, each.attachments
+                )
+            return self.update(created, head=None if head is None else ids[head])
 
     def listed(self, search: str = "", limit: int = _FOUND) -> list[Conversation]:
         """Conversations, the newest first; with ``search`` those whose title or messages contain it."""
-        words = search.strip()
+        words = _storable(search).strip()
         if not words:
             rows = self._database.rows(
                 "SELECT * FROM conversation WHERE deleted IS NULL ORDER BY updated DESC LIMIT ?", limit
@@ -221,7 +233,7 @@ class Conversations:
         with self._database.transaction() as connection:
             connection.execute(
                 "UPDATE message SET content = ?, state = ?, details = ? WHERE id = ?",
-                (content, state, json.dumps(details or {}), message),
+                (_storable(content), state, json.dumps(details or {}), message),
             )
 
     def show(self, message: int) -> Conversation:
@@ -244,18 +256,6 @@ class Conversations:
             )
             return cursor.rowcount
 
-    def add_tree(self, conversation: int, messages: Iterable[Message]) -> dict[int, int]:
-        """Copies messages, parents before children, into a conversation; returns the new ids by the old ones."""
-        ids: dict[int, int] = {}
-        with self._database.transaction() as connection:
-            for each in messages:
-                parent = None if each.parent is None else ids[each.parent]
-                state = "stopped" if each.state == "streaming" else each.state
-                ids[each.id] = _insert(
-                    connection, conversation, parent, each.role, each.content, state, each.details, each.attachments
-                )
-        return ids
-
     def _with_attachments(self, rows: list[Row]) -> list[Message]:
         if not rows:
             return []
@@ -275,6 +275,11 @@ def title_of(text: str) -> str:
     return words if len(words) <= _TITLE_CHARACTERS else words[: _TITLE_CHARACTERS - 1].rstrip() + "…"
 
 
+def _storable(text: str) -> str:
+    """A text without halves of characters, which browsers may send and SQLite does not take."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def _insert(
     connection: Connection,
     conversation: int,
@@ -288,12 +293,12 @@ def _insert(
     cursor = connection.execute(
         "INSERT INTO message (conversation, parent, role, content, state, details, created) "
         "VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (conversation, parent, role, content, state, json.dumps(dict(details)), time.time()),
+        (conversation, parent, role, _storable(content), state, json.dumps(dict(details)), time.time()),
     )
     message = int(cursor.lastrowid or 0)
     connection.executemany(
         "INSERT INTO attachment (message, name, content) VALUES (?, ?, ?)",
-        [(message, each.name, each.content) for each in attachments],
+        [(message, _storable(each.name), _storable(each.content)) for each in attachments],
     )
     return message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ from pykvq.errors import StorageError
 
 FILE_NAME = "pykvq.sqlite"
 _BUSY_SECONDS = 5.0
+# full-text search in parts of words came with it
+_MIN_SQLITE = (3, 34, 0)
 
 
 class Database:
@@ -26,7 +29,8 @@ class Database:
         migrations: SQL scripts, of which those that the file has not seen are run, after a backup.
 
     Raises:
-        StorageError: the folder cannot be written, the disk is full, or the file is damaged or of a newer version.
+        StorageError: the folder cannot be written, the disk is full, the file is damaged or of a newer version, or
+            Python's SQLite is too old.
     """
 
     def __init__(self, folder: Path, migrations: Sequence[str] = MIGRATIONS) -> None:
@@ -34,6 +38,7 @@ class Database:
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._in_use = FileLock(folder / "lock")
+        _require_sqlite()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._claim(folder)
@@ -158,3 +163,11 @@ class Database:
                 "in its place"
             )
         return f"{self.path}: {text}"
+
+
+def _require_sqlite() -> None:
+    if sqlite3.sqlite_version_info < _MIN_SQLITE:
+        raise StorageError(
+            f"conversations need SQLite {'.'.join(map(str, _MIN_SQLITE))} or newer, and this Python ({sys.executable}) "
+            f"has {sqlite3.sqlite_version}: use a newer Python, or one that was built with a newer SQLite"
+        )

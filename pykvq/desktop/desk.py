@@ -18,6 +18,7 @@ from pykvq.desktop.guard import ServerSwitch
 from pykvq.desktop.jobs import DOWNLOAD, Job
 from pykvq.desktop.library import Library, fetch
 from pykvq.desktop.records import Records
+from pykvq.desktop.sampling import Presets
 from pykvq.errors import BusyError, InvalidArgumentError
 from pykvq.server.registry import ModelEntry, ModelRegistry
 from pykvq.server.settings import LoadOptions, ModelSpec
@@ -42,6 +43,7 @@ class Desk:
         self.chats = Conversations(self.database)
         self.records = Records(self.database)
         self.library = Library(self.records)
+        self.presets = Presets(self.records)
         self.chats.end_interrupted()
         self.chats.purge()
         keys = self.records.setting("api_keys", [])
@@ -58,6 +60,7 @@ class Desk:
         self.model_changed = Event[[]]()
         self.jobs_changed = Event[[]]()
         self.library_changed = Event[[]]()
+        self._wanted: tuple[Path, LoadOptions] | None = None  # what is being loaded
         self._registry: ModelRegistry | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -96,14 +99,20 @@ class Desk:
         """
         if not path.is_file():
             raise InvalidArgumentError(f"model file not found: {str(path)!r}")
-        await self.unload()
-        opening = asyncio.create_task(self.registry.open(ModelSpec(path.stem, path), options))
-        await asyncio.sleep(0)  # its state is "loading" from here on
-        self.model_changed.emit()
+        wanted = path, options
+        if self._wanted == wanted:  # a second click
+            return
+        self._wanted = wanted
         try:
+            await self.unload()
+            opening = asyncio.create_task(self.registry.open(ModelSpec(path.stem, path), options))
+            await asyncio.sleep(0)  # its state is "loading" from here on
+            self.model_changed.emit()
             await opening
             self.library.keep_load(path, options)
         finally:
+            if self._wanted is wanted:
+                self._wanted = None
             self.speeds.clear()
             self.model_changed.emit()
 
@@ -241,14 +250,18 @@ class Desk:
         return job
 
     def start_download(self, reference: str) -> Job:
-        """Begins to fetch hf:ORG/REPO:FILE, or the demo model for ""."""
+        """Begins to fetch hf:ORG/REPO:FILE, or the demo model for "", unless that is under way."""
+        title = reference or catalog.default_model().file
+        for job in self.jobs:
+            if (job.kind, job.title, job.state) == (DOWNLOAD, title, "running"):
+                return job
 
         def work(job: Job) -> Path:
             path = fetch(reference, job)
             self.in_loop(self.library_changed.emit)
             return path
 
-        return self.start_job(DOWNLOAD, reference or catalog.default_model().file, work)
+        return self.start_job(DOWNLOAD, title, work)
 
     async def start_demo(self) -> None:
         """Fetches the demo model unless it is here, and loads it.
@@ -258,19 +271,21 @@ class Desk:
         """
         job = self.start_download("")
         await asyncio.wait([job.task])
-        if job.state == "done":
+        if job.state == "done" and job in self.jobs:  # another click may have come here first
             self.drop_job(job)
             await self.load(job.result, LoadOptions(n_slots=1))
 
     def restart_job(self, job: Job) -> None:
         """Begins work again that had ended too early."""
-        self.jobs.remove(job)
-        self.start_job(job.kind, job.title, job.work)
+        if job in self.jobs:
+            self.jobs.remove(job)
+            self.start_job(job.kind, job.title, job.work)
 
     def drop_job(self, job: Job) -> None:
         """Forgets work that has ended."""
-        self.jobs.remove(job)
-        self.jobs_changed.emit()
+        if job in self.jobs:
+            self.jobs.remove(job)
+            self.jobs_changed.emit()
 
     def in_loop(self, action: Callable[[], None]) -> None:
         """Calls something in the event loop, from another thread."""

@@ -71,6 +71,13 @@ class Guard:
         self._api_routes = api_routes
         self._switch = switch
         self.token = secrets.token_urlsafe(32)
+        self._tickets: set[str] = set()
+
+    def ticket(self) -> str:
+        """A token that opens a page once. It is for command lines, which other users of the machine can read."""
+        ticket = secrets.token_urlsafe(32)
+        self._tickets.add(ticket)
+        return ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on, or refuses it."""
@@ -100,7 +107,7 @@ class Guard:
                 f"refused: the address {host[:100]!r} is not this app's; open it by the address that it prints\n", 403
             )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             return PlainTextResponse(f"refused: web pages of {origin[:100]!r} may not use this app\n", 403)
         return None
 
@@ -133,7 +140,8 @@ class Guard:
         if cookie is not None and self._is_token(cookie.value):
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if scope["type"] == "http" and scope["method"] == "GET" and self._is_token(given):
+        if scope["type"] == "http" and scope["method"] == "GET" and (self._is_token(given) or given in self._tickets):
+            self._tickets.discard(given)
             response = RedirectResponse(scope["path"], 303)
             response.set_cookie(name, self.token, httponly=True, samesite="strict")
             return response

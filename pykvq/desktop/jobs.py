@@ -33,14 +33,14 @@ class Job:
         self.state = "running"
         self.error: str | None = None
         self.result: Any = None
-        self._is_cancelled = False
+        self.is_cancelled = False
         self._on_change = on_change
         self.task = asyncio.create_task(self._run())
 
     def report(self, done: float) -> bool:
         """Notes what part is done, 0 to 1; False when the work is to end."""
         self.progress = done
-        return not self._is_cancelled
+        return not self.is_cancelled
 
     def require(self, done: float) -> None:
         """``report``, for work that ends by an exception.
@@ -53,7 +53,8 @@ class Job:
 
     def cancel(self) -> None:
         """Ends the work at its next report."""
-        self._is_cancelled = True
+        self.is_cancelled = True
+        self._on_change()
 
     async def _run(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from functools import lru_cache
 from html import escape
 from typing import Any
@@ -13,6 +14,8 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
+
+from pykvq.tool_calls import is_bare_call
 
 # longer blocks are shown as they are: a line of a megabyte is no Markdown
 _MAX_BLOCK_CHARACTERS = 20_000
@@ -33,8 +36,12 @@ _TAGS = {
     *("p", "br", "hr", "h3", "h4", "h5", "h6", "em", "strong", "s", "blockquote", "ul", "ol", "li"),
     *("a", "pre", "code", "span", "table", "thead", "tbody", "tr", "th", "td", "details", "summary", "div"),
 }
+# reasoning, and tool calls as Hermes' kin, Llama 3 and Mistral mark them
 _FOLDED = re.compile(
-    r"<(?P<tag>think|thinking|reasoning|tool_call|tool_response)>(?P<text>.*?)(?:</(?P=tag)>|\Z)\s*", re.DOTALL
+    r"""<(?P<tag>think|thinking|reasoning|tool_call|tool_response)>(?P<text>.*?)(?:</(?P=tag)>|\Z)\s*
+    | <\|python_tag\|>(?P<llama>.*?)(?:<\|eo[mt]_id\|>|\Z)\s*
+    | \[TOOL_CALLS\](?=\s*(?:\[\s*\{|[\w.-]+\s*(?:\[ARGS\]|\{)))(?P<mistral>.*?)(?:</s>|\Z)\s*""",
+    re.DOTALL | re.VERBOSE,
 )
 _FOLDED_TITLES = {"tool_call": "Tool call", "tool_response": "Result of a tool"}
 
@@ -42,11 +49,13 @@ _FOLDED_TITLES = {"tool_call": "Tool call", "tool_response": "Result of a tool"}
 def to_blocks(text: str) -> list[str]:
     """The HTML of a text, a string for each top-level block; reasoning and tool calls are folded."""
     shown = text[:_MAX_SHOWN_CHARACTERS]
+    if is_bare_call(shown):
+        return [_folded("tool_call", shown)]
     blocks: list[str] = []
     position = 0
     for match in _FOLDED.finditer(shown):
         blocks += _markdown_blocks(shown[position : match.start()])
-        blocks.append(_folded(match["tag"], match["text"]))
+        blocks.append(_folded(match["tag"] or "tool_call", match["text"] or match["llama"] or match["mistral"] or ""))
         position = match.end()
     blocks += _markdown_blocks(shown[position:])
     if len(text) > len(shown):
@@ -104,14 +113,11 @@ def _parser() -> MarkdownIt:
 
 
 def _highlighted(code: str, language: str, _attributes: str) -> str:
-    name = language if re.fullmatch(r"[\w+#.-]{1,30}", language) else ""
     body = escape(code)
-    if name and len(code) <= _MAX_HIGHLIGHTED_CHARACTERS:
-        try:
-            body = highlight(code, get_lexer_by_name(name), HtmlFormatter(nowrap=True))
-        except ClassNotFound:
-            name = ""
-    return f'<pre class="{_CODE_CLASSES}" tabindex="0"><code class="{escape(name)}">{body}</code></pre>'
+    if language and len(code) <= _MAX_HIGHLIGHTED_CHARACTERS:
+        with suppress(ClassNotFound):
+            body = highlight(code, get_lexer_by_name(language), HtmlFormatter(nowrap=True))
+    return f'<pre class="{_CODE_CLASSES}" tabindex="0"><code>{body}</code></pre>'
 
 
 def code_css() -> str:

@@ -1,8 +1,11 @@
-"""Sampling presets of chats."""
+"""Sampling of chats: the values, their limits, and the presets that come with the app or that the user saved."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from pykvq.desktop.records import Records
+from pykvq.errors import InvalidArgumentError
 
 # arguments of create_chat_completion: name, label, smallest and largest value, step
 FIELDS: tuple[tuple[str, str, float, float, float], ...] = (
@@ -21,6 +24,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "Creative": {"temperature": 1.1, "min_p": 0.05, "top_p": 1.0},
 }
 DEFAULT_PRESET = "Balanced"
+NO_PRESET = "Own values"
+_SETTING = "sampling_presets"
+_NAME_CHARACTERS = 60
 
 
 def cleaned(values: dict[str, Any]) -> dict[str, Any]:
@@ -34,6 +40,45 @@ def cleaned(values: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def preset_of(values: dict[str, Any]) -> str:
-    """The name of the preset that has these values, or "Own"."""
-    return next((name for name, preset in PRESETS.items() if preset == values), "Own")
+class Presets:
+    """Sampling values by name. A chat keeps values, so that it stays as it was when a preset changes or goes."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def all(self) -> dict[str, dict[str, Any]]:
+        """Those of the app, then the user's by name."""
+        return {**PRESETS, **dict(sorted(self._saved().items()))}
+
+    def is_own(self, name: str) -> bool:
+        """Whether the user saved it."""
+        return name in self._saved()
+
+    def name_of(self, values: dict[str, Any]) -> str:
+        """The name of the preset that has these values, or ``NO_PRESET``."""
+        return next((name for name, preset in self.all().items() if cleaned(preset) == cleaned(values)), NO_PRESET)
+
+    def save(self, name: str, values: dict[str, Any]) -> str:
+        """Keeps values by a name, in place of those that had it; returns the name without spaces around it.
+
+        Raises:
+            InvalidArgumentError: the name is empty, too long, or one of the app's. StorageError.
+        """
+        name = " ".join(name.split())
+        if not name or len(name) > _NAME_CHARACTERS:
+            raise InvalidArgumentError(f"a preset needs a name of 1 to {_NAME_CHARACTERS} characters")
+        if name in PRESETS or name == NO_PRESET:
+            raise InvalidArgumentError(f"{name!r} is a name of the app's own: give the preset another one")
+        self._records.set(_SETTING, {**self._saved(), name: cleaned(values)})
+        return name
+
+    def delete(self, name: str) -> None:
+        """Forgets a preset of the user's.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self._records.set(_SETTING, {key: values for key, values in self._saved().items() if key != name})
+
+    def _saved(self) -> dict[str, dict[str, Any]]:
+        return dict(self._records.setting(_SETTING, {}))

@@ -163,7 +163,8 @@ def listening_server(app: ASGIApp, host: str, port: int, *, verbose: bool) -> tu
     """
     import uvicorn
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("pykvq").setLevel(logging.INFO)  # the libraries' news is for nobody
     config = uvicorn.Config(
         app,
         host=host,

@@ -30,7 +30,7 @@ def fill(page, app):
     page.fill('[aria-label="System prompt"]', "You are a helpful assistant.")
     page.fill('[aria-label="Most tokens"]', "220")
     page.fill('[aria-label="Temperature"]', "0")
-    page.click("text=Save")
+    page.click("[data-save]")
     for i, question in enumerate(QUESTIONS):
         send(page, question)
         wait_for_answer(page, 2 * i + 2)
@@ -47,7 +47,6 @@ def shoot(page, name):
     from PIL import Image
 
     page.wait_for_timeout(1800)
-    page.evaluate("document.querySelectorAll('.q-tooltip').forEach(e => e.remove())")
     picture = Image.open(io.BytesIO(page.screenshot()))
     picture.quantize(COLORS).save(TARGET / f"{name}.png", optimize=True)
 

@@ -1,10 +1,10 @@
 """The desktop app's storage: branches, search, undo, and what happens to an answer that was cut off."""
 
-import random
 import time
 
 import pytest
 
+from desktop.running import add_a_thousand_conversations
 from pykvq.desktop.conversations import NEW_TITLE, Attachment, Conversations
 from pykvq.desktop.database import Database
 from pykvq.desktop.records import Records
@@ -142,23 +142,7 @@ def test_settings_and_fidelity_runs_are_kept(database, tmp_path):
 
 
 def test_a_thousand_conversations_of_a_hundred_messages_are_listed_and_searched_quickly(chats, database):
-    words = [f"word{i}" for i in range(2000)]
-    draw = random.Random(7)
-    with database.transaction():
-        for i in range(1000):
-            chat, last = chats.create(f"chat {i}"), None
-            rows = []
-            for _ in range(100):
-                rows.append(("user", " ".join(draw.choices(words, k=20))))
-            with database.transaction() as connection:
-                for role, text in rows:
-                    cursor = connection.execute(
-                        "INSERT INTO message (conversation, parent, role, content, state, created) "
-                        "VALUES (?, ?, ?, ?, 'complete', 0)",
-                        (chat.id, last, role, text),
-                    )
-                    last = cursor.lastrowid
-            chats.update(chat.id, head=last)
+    add_a_thousand_conversations(database)
     for search in ("", "chat 77", "word1999", "word", "wo", "zz", "nowhere at all"):
         started = time.perf_counter()
         found = chats.listed(search)

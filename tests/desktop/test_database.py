@@ -1,7 +1,9 @@
 """The desktop app's database file: checks at the start, migrations, and readable errors."""
 
 import os
+import shutil
 import sqlite3
+import subprocess
 
 import pytest
 
@@ -16,6 +18,8 @@ def test_a_new_database_is_in_wal_mode_with_foreign_keys_and_private(tmp_path):
     assert database.row("PRAGMA journal_mode")[0] == "wal"
     assert database.row("PRAGMA foreign_keys")[0] == 1
     assert database.row("PRAGMA user_version")[0] == len(MIGRATIONS)
+    if os.name == "posix":
+        assert (tmp_path / "new" / "folder").stat().st_mode & 0o77 == 0
     database.close()
     database.close()
     with pytest.raises(StorageError, match="closed"):
@@ -81,6 +85,63 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path):
     database.rows("PRAGMA max_page_count = 1000000")
     chats.add(chat.id, "user", "x" * 100_000, parent=None)
     database.close()
+
+
+def test_an_old_sqlite_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("sqlite3.sqlite_version_info", (3, 33, 0))
+    monkeypatch.setattr("sqlite3.sqlite_version", "3.33.0")
+    with pytest.raises(StorageError, match=r"need SQLite 3\.34\.0 or newer, .* has 3\.33\.0: use a newer Python"):
+        Database(tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_folder_that_is_in_use_is_told(tmp_path):
+    first = Database(tmp_path)
+    with pytest.raises(StorageError, match="in use by another pykvq-desktop: use its window"):
+        Database(tmp_path)
+    first.close()
+    Database(tmp_path).close()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of a megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs to mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full_or_read_only_is_told_and_loses_nothing(small_disk):
+    database = Database(small_disk)
+    chats = Conversations(database)
+    chat, last = chats.create(), None
+    try:
+        for _ in range(100):
+            last = chats.add(chat.id, "user", "x" * 50_000, parent=last and last.id)
+    except StorageError as error:
+        assert "the disk is full; free some space" in str(error)  # noqa: PT017
+    kept = len(chats.branch(chat.id))
+    assert 0 < kept < 100
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    chats.add(chat.id, "user", "x" * 50_000, parent=last.id)
+    database.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StorageError, match=r"Read-only file system.*--data-dir"):
+        Database(small_disk)
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    database = Database(small_disk)
+    assert len(Conversations(database).branch(chat.id)) == kept + 1
+    database.close()
+
+
+def test_a_disk_that_is_full_at_the_start_is_told(small_disk):
+    (small_disk / "filler").write_bytes(bytes((1 << 20) - 4096))
+    with pytest.raises(StorageError, match=r"full|No space left"):
+        Database(small_disk)
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """The engine glue: answers stream, are saved, stopped and told to all windows."""
 
 import asyncio
+import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ pytest.importorskip("nicegui")
 from pykvq.desktop.answer import chat_messages
 from pykvq.desktop.conversations import Attachment, Conversation, Message
 from pykvq.desktop.desk import Desk
-from pykvq.desktop.forecast import Forecaster
+from pykvq.desktop.forecast import Forecast, Forecaster
 from pykvq.errors import AbortedError, BusyError, InvalidArgumentError, ModelFileError, StorageError
 from pykvq.server.registry import ModelRegistry
 from pykvq.server.settings import LoadOptions, ServerSettings
@@ -137,6 +139,102 @@ def test_damaged_and_missing_files_are_told_and_another_model_can_be_loaded(tmp_
     with_desk(tmp_path, steps)
 
 
+def test_deleting_can_be_undone_and_interrupted_answers_end_at_the_next_start(tmp_path):
+    async def first(desk):
+        chat = desk.chats.create("kept").id
+        question = desk.chats.add(chat, "user", "question", parent=None)
+        desk.chats.add(chat, "assistant", "part", parent=question.id, state="streaming")
+        await desk.delete(chat)
+        assert desk.chats.listed() == []
+        desk.undo_delete()
+        assert [each.title for each in desk.chats.listed()] == ["kept"]
+        assert desk.deleted is None
+
+    async def second(desk):
+        (chat,) = desk.chats.listed()
+        assert [message.state for message in desk.chats.branch(chat.id)] == ["complete", "stopped"]
+        old = desk.chats.create("old").id
+        await desk.delete(old)
+        desk.database.rows("UPDATE conversation SET deleted = deleted - 8 * 86400 WHERE id = ?", old)
+
+    async def third(desk):
+        assert desk.database.row("SELECT count(*) FROM conversation")[0] == 1
+
+    for steps in (first, second, third):
+        with_desk(tmp_path, steps)
+
+
+def test_settings_of_the_server_are_kept(tmp_path):
+    async def first(desk):
+        desk.change_server(is_on=False, api_keys=("k",))
+        assert (desk.switch.is_on, desk.switch.api_keys) == (False, ("k",))
+
+    async def second(desk):
+        assert (desk.switch.is_on, desk.switch.api_keys) == (False, ("k",))
+
+    with_desk(tmp_path, first)
+    with_desk(tmp_path, second)
+
+
+def test_a_model_that_is_deleted_while_it_is_loaded_answers_until_it_is_unloaded(tmp_path, smollm2_path):
+    async def steps(desk):
+        path = tmp_path / "copy.gguf"
+        shutil.copyfile(smollm2_path, path)
+        await desk.load(path, OPTIONS)
+        desk.library.pick(str(path))
+        path.unlink()
+        assert [model for model in desk.library.all() if model.local.path == path] == []
+        chat = desk.chats.create(sampling={"max_tokens": 4}).id
+        await desk.send(chat, "Hello").task
+        assert desk.chats.branch(chat)[-1].state == "complete"
+        assert desk.library.last_load() is None
+        await desk.unload()
+        with pytest.raises(InvalidArgumentError, match="not found"):
+            await desk.load(path, OPTIONS)
+
+    with_desk(tmp_path, steps)
+
+
+def test_clicks_on_what_is_under_way_begin_nothing_anew(tmp_path, smollm2_path, monkeypatch):
+    asked = []
+
+    def fetch(model, progress):
+        asked.append(model)
+        time.sleep(0.2)
+        return smollm2_path
+
+    monkeypatch.setattr("pykvq.catalog.fetch", fetch)
+
+    async def steps(desk):
+        states = []
+        desk.model_changed.subscribe(lambda: states.append(desk.model.state if desk.model else None))
+        await asyncio.gather(desk.start_demo(), desk.start_demo())
+        assert len(asked) == 1
+        assert desk.jobs == []
+        assert states == [None, "loading", "loaded"]
+        await asyncio.gather(desk.load(smollm2_path, OPTIONS), desk.load(smollm2_path, OPTIONS))
+        assert states[3:] == [None, "loading", "loaded"]
+        chat = desk.chats.create(sampling={"max_tokens": 4}).id
+        answer = desk.send(chat, "Hello")
+        await asyncio.gather(desk.stop(chat), desk.stop(chat))
+        assert answer.state == "stopped"
+
+        def work(job):
+            return 1
+
+        job = desk.start_job("measurement", "short", work)
+        await job.task
+        desk.restart_job(job)
+        desk.restart_job(job)
+        (again,) = desk.jobs
+        await again.task
+        desk.drop_job(again)
+        desk.drop_job(again)
+        assert desk.jobs == []
+
+    with_desk(tmp_path, steps)
+
+
 def test_a_load_can_be_ended(tmp_path, smollm2_path):
     async def steps(desk):
         loading = asyncio.create_task(desk.load(smollm2_path, OPTIONS))
@@ -217,3 +315,13 @@ def test_the_forecast_is_what_is_allocated(smollm2_path, tmp_path, kv_quant):
         assert n_bytes == pytest.approx(tier["n_bytes"], abs=0.12 * info["kv_bytes"])
     assert forecast.fits
     assert forecast.total <= forecast.total_f16
+
+
+@pytest.mark.parametrize(
+    ("available", "device", "available_device", "fits"),
+    [(60, 0, 0, True), (59, 0, 0, False), (100, 5, 5, True), (100, 6, 5, False)],
+)
+def test_what_needs_more_than_is_free_does_not_fit(available, device, available_device, fits):
+    forecast = Forecast(10, (("f16", 20), ("q4_ve", 20)), 10, 100, available, device, available_device, None)
+    assert forecast.total == 60
+    assert forecast.fits is fits

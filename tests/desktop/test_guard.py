@@ -52,6 +52,17 @@ def test_a_page_needs_the_token_once_and_the_cookie_afterwards():
     assert "default-src 'self'" in get(app, cookie=cookie(app)).headers["content-security-policy"]
 
 
+def test_a_ticket_opens_a_page_once():
+    app = guard()
+    ticket = app.ticket()
+    assert get(app, f"/?token={ticket}", method="POST").status_code == 403
+    assert get(app, cookie=f"pykvq_session_1234={ticket}").status_code == 403
+    first = get(app, f"/?token={ticket}")
+    assert first.status_code == 303
+    assert ticket not in first.headers["set-cookie"]
+    assert get(app, f"/?token={ticket}").status_code == 403
+
+
 @pytest.mark.parametrize("path", ["/", "/v1/models"])
 @pytest.mark.parametrize(
     ("host", "allowed"),
@@ -69,6 +80,20 @@ def test_other_hosts_are_refused(path, host, allowed):
     assert (get(app, path, host, cookie=cookie(app)).status_code == 200) is allowed
 
 
+@pytest.mark.parametrize("host", ["", "[::1", "127.0.0.1:1234@evil.example", "localhost."])
+def test_hosts_that_are_none_are_refused(host):
+    app = guard()
+    scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": [(b"host", host.encode())]}
+    scope["headers"].append((b"cookie", cookie(app).encode()))
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope, None, send))
+    assert sent[0]["status"] == 403
+
+
 def test_when_listening_to_the_network_addresses_are_allowed_and_names_are_not():
     app = guard("0.0.0.0")
     assert get(app, "/v1/models", "192.168.0.7:1234").status_code == 200
@@ -76,7 +101,10 @@ def test_when_listening_to_the_network_addresses_are_allowed_and_names_are_not()
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/models"])
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9999", "http://localhost:1234"])
+@pytest.mark.parametrize(
+    "origin",
+    ["http://evil.example", "null", "http://127.0.0.1:9999", "http://localhost:1234", "http://[", "", "://"],
+)
 def test_scripts_of_other_sites_are_refused(path, origin):
     app = guard()
     for method in ("GET", "POST"):

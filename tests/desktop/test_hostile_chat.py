@@ -4,12 +4,9 @@ import json
 
 import pytest
 
-from desktop.running import COMMAND, running_app, wait_for
+from desktop.running import COMMAND, prepared, running_app, wait_for
 
 pytest.importorskip("nicegui")
-
-from pykvq.desktop.conversations import Conversations
-from pykvq.desktop.database import Database
 
 pytestmark = pytest.mark.slow
 
@@ -24,17 +21,6 @@ HOSTILE = [
 ]
 BOXES = """() => [...document.querySelectorAll('article')].map(a => {
     const box = a.getBoundingClientRect(); return [Math.round(box.left), Math.round(box.width)]; })"""
-
-
-def prepared(folder, answers, **fields):
-    database = Database(folder / "data")
-    chats = Conversations(database)
-    chat, last = chats.create("prepared", **fields), None
-    for answer in answers:
-        question = chats.add(chat.id, "user", "A question", parent=last)
-        last = chats.add(chat.id, "assistant", answer, parent=question.id).id
-    database.close()
-    return chat.id
 
 
 def test_a_hostile_answer_changes_nothing_but_its_own_bubble(tmp_path, browser):

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from desktop.running import COMMAND, load, running_app, send, wait_for, wait_for_answer
+from desktop.running import COMMAND, begin_chat, load, running_app, send, wait_for, wait_for_answer
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def test_from_load_to_unload(app, page):
     page.click(".q-dialog .q-select")
     page.click(".q-menu >> text=Precise")
     page.fill('[aria-label="Most tokens"]', "160")
-    page.click("text=Save")
+    page.click("[data-save]")
     send(page, "What is the capital of France?")
     articles = wait_for_answer(page, 2)
     assert len(articles.nth(1).locator(".text").inner_text()) > 10
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_not_started_by_accident(browser, tmp_path, smollm2
 
 def test_two_windows_on_one_conversation(app, page):
     load(page, app, "demo", ctx=1024)
-    page.goto(app.url)
+    begin_chat(page, app, Most_tokens=40, Temperature=0)  # as long as they like, answers may end with the context
     send(page, "Say hello.")
     wait_for_answer(page, 2)
     other = page.context.new_page()
@@ -148,7 +148,7 @@ def test_two_windows_on_one_conversation(app, page):
 
 def test_an_answer_survives_kill_9(app, page, tmp_path, smollm2_path):
     load(page, app, "demo", ctx=2048)
-    page.goto(app.url)
+    begin_chat(page, app, Temperature=0)
     send(page, "Say hello.")
     wait_for_answer(page, 2)
     send(page, "Write a very long story about a cat, in many chapters.")
@@ -184,21 +184,26 @@ def test_fidelity_is_measured_cancelled_and_shown(app, page):
 
 def test_files_go_in_and_out(app, page, tmp_path):
     (tmp_path / "note.txt").write_text("The secret word is heron.")
-    page.goto(app.url)
-    page.click('[aria-label="Attach a text or PDF"]')
-    page.set_input_files("input[type=file]", tmp_path / "note.txt")
-    page.wait_for_selector(".q-chip:has-text('note.txt')")
+    (tmp_path / "other.txt").write_text("The secret word is stork.")
+    load(page, app, "demo", ctx=512)
+    begin_chat(page, app, Most_tokens=20)
+    for name in ("other.txt", "note.txt"):
+        page.set_input_files("[data-attach] input[type=file]", tmp_path / name)
+        page.wait_for_selector(f".q-chip:has-text('{name}')")
+    page.click('.q-chip:has-text("other.txt") .q-chip__icon--remove')
     send(page, "What is the secret word?")
     page.wait_for_selector("article .q-chip:has-text('note.txt')")
-    page.wait_for_selector("article.assistant:has-text('load one first')")
+    wait_for_answer(page, 2)
     with page.expect_download() as download:
         page.click('.chats [aria-label="More"]')
         page.click(".q-menu >> text=Export as JSON")
     saved = tmp_path / "chat.json"
     download.value.save_as(saved)
     assert "The secret word is heron." in saved.read_text()
-    page.click('[aria-label="Import a chat"]')
-    page.set_input_files("input[type=file]", saved)
+    assert "stork" not in saved.read_text()
+    with page.expect_file_chooser() as chooser:
+        page.click('[aria-label="Import a chat"]')
+    chooser.value.set_files(saved)
     page.wait_for_url(f"{app.url}chat/2")
     page.wait_for_selector("article .q-chip:has-text('note.txt')")
 

@@ -67,6 +67,32 @@ def test_a_damaged_model_is_listed_with_its_problem(library, tmp_path):
     assert not (folder / "bad.gguf").exists()
 
 
+def test_a_download_without_network_tells_so_and_goes_on_later(tmp_path, monkeypatch):
+    async def steps(desk, server):
+        desk.start(None)
+        (job,) = [desk.start_download("hf:org/repo"), desk.start_download("hf:org/repo")][:1]
+        assert desk.jobs == [job], "a second click begins no second download"
+        await job.task
+        assert job.state == "failed"
+        assert "goes on where it stopped" in job.error
+        assert "\n" not in job.error
+        server.drop_after.clear()
+        desk.restart_job(job)
+        (again,) = desk.jobs
+        await again.task
+        assert (again.state, again.error) == ("done", None)
+        assert again.result.read_bytes() == CONTENT
+        await desk.close()
+
+    with HubServer(files={NAME: CONTENT}, drop_after=[100_000] * 50) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+
+        async def run():
+            await steps(Desk(tmp_path / "desk"), server)
+
+        asyncio.run(run())
+
+
 def test_a_download_is_paused_and_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 100_000)
 

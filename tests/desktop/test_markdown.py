@@ -69,6 +69,12 @@ def test_hostile_answers_are_text(text):
     assert shown.count("<div") == shown.count("</div")
 
 
+def test_very_long_answers_are_shown_in_part_and_that_is_said():
+    blocks = to_blocks("A line of text.\n\n" * 20_000)
+    assert sum(map(len, blocks)) < 400_000
+    assert blocks[-1] == "<p><em>… 140,000 more characters: copy the message to see all</em></p>"
+
+
 def test_links_do_not_tell_where_they_come_from():
     assert 'rel="noopener noreferrer"' in html("[x](https://example.com)")
 
@@ -83,6 +89,40 @@ def test_reasoning_and_tool_calls_are_folded():
 
 
 @pytest.mark.parametrize(
+    ("text", "before"),
+    [
+        ('<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}<|eom_id|>', 0),
+        ('Let me look.\n\n<|python_tag|>weather.call(city="Rome")', 1),
+        ('[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]</s>', 0),
+        ('One moment.\n\n[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', 1),
+        ('{"name": "weather", "parameters": {"city": "Rome"}}', 0),
+        ('[{"name": "weather", "arguments": {"city": "Rome"}}]\n', 0),
+    ],
+)
+def test_calls_as_llama_3_and_mistral_write_them_are_folded(text, before):
+    blocks = to_blocks(text)
+    assert len(blocks) == before + 1
+    assert blocks[-1].startswith("<details><summary>Tool call</summary>")
+    assert "Rome" in blocks[-1]
+    assert "python_tag" not in "".join(blocks)
+    assert "TOOL_CALLS" not in "".join(blocks)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Mistral writes [TOOL_CALLS] before a call.",
+        '{"name": "Rome", "country": "Italy"}',
+        '```json\n{"name": "weather", "parameters": {}}\n```',
+        "[1, 2, 3]",
+        "[link](https://example.com) and {braces}",
+    ],
+)
+def test_what_only_looks_like_a_call_is_not_folded(text):
+    assert "<details>" not in html(text)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "x" * 1_000_000,
@@ -93,10 +133,16 @@ def test_reasoning_and_tool_calls_are_folded():
         "`" * 30000,
         "*a" * 9000,
         "<think>" * 5000,
+        "[TOOL_CALLS]a" * 15000,
+        "[" * 200_000,
+        '{"a":' * 40_000,
     ],
-    ids=["line", "table", "brackets", "quotes", "lists", "ticks", "stars", "thoughts"],
+    ids=[
+        *("line", "table", "brackets", "quotes", "lists", "ticks", "stars", "thoughts"),
+        *("calls", "deep list", "deep object"),
+    ],
 )
 def test_large_answers_take_little_time(text):
-    started = time.perf_counter()
+    started = time.process_time()  # whatever else the machine does
     to_blocks(text)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2

@@ -1,6 +1,7 @@
 """Reading tool calls out of answers, and telling models about tools."""
 
 import json
+import time
 
 import pytest
 
@@ -82,6 +83,13 @@ def test_a_required_call_that_was_cut_is_no_text(format, first, cut, size):
 
 def test_a_first_call_that_was_cut_is_shown():
     assert read(HERMES, '<tool_call>\n{"na', required=True) == ('<tool_call>\n{"na', [])
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '[{"a":' * 100_000, "[] " * 200_000])
+def test_many_brackets_are_text_and_take_little_time(text):
+    started = time.process_time()  # whatever else the machine does
+    assert read(LLAMA_3, text) == (text, [])
+    assert time.process_time() - started < 2
 
 
 def test_text_is_not_held_back_longer_than_needed():

@@ -30,7 +30,7 @@ class CachePage:
         with ui.card().classes("spread"):
             ui.label("Speed against length of the context").classes("text-subtitle1")
             self._chart = ui.echart(_chart([])).style("height: 16rem").classes("spread")
-            self._chart.props('aria-label="Tokens a second against tokens of context"')
+            self._chart.props('role="img" aria-label="Tokens a second against tokens of context"')
         ui.timer(_REFRESH_SECONDS, self._refresh)
 
     async def _refresh(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from nicegui import events, ui
 
+from pykvq import catalog
 from pykvq.desktop import sampling
 from pykvq.desktop.answer import Answer
 from pykvq.desktop.attachments import MAX_BYTES, read_attachment
@@ -15,10 +17,10 @@ from pykvq.desktop.desk import Desk
 from pykvq.desktop.jobs import DOWNLOAD
 from pykvq.desktop.pages.chat_list import ChatList
 from pykvq.desktop.pages.chat_settings import SettingsDialog
-from pykvq.desktop.pages.layout import frame, icon_button, tell, told
+from pykvq.desktop.pages.layout import dialog, file_button, frame, icon_button, tell, told
 from pykvq.desktop.pages.load_dialog import load_model
 from pykvq.desktop.pages.messages import MessageView
-from pykvq.desktop.pages.progress import JobList
+from pykvq.desktop.pages.progress import JobList, load_progress
 from pykvq.errors import PykvqError, StorageError
 
 _SHOWN = 40
@@ -57,7 +59,7 @@ class ChatPage:
             self._composer()
         desk.chat_changed.subscribe(self._changed)
         desk.answer_grew.subscribe(self._grew)
-        desk.model_changed.subscribe(self.messages.refresh)
+        desk.model_changed.subscribe(self._model_changed)
 
     # --- messages
 
@@ -71,8 +73,6 @@ class ChatPage:
         except StorageError as error:
             ui.label(str(error)).classes("error")
             return
-        if not branch:
-            self._welcome()
         if len(branch) > self._n_shown:
             ui.button("Show earlier messages", on_click=self._show_earlier).props("flat no-caps")
         actions: dict[str, Callable[[Any], Any]] = {
@@ -85,28 +85,47 @@ class ChatPage:
             answer = self._desk.unsaved.get(message.id, self._answer)
             if answer is not None and answer.message.id == message.id:
                 view.grow(answer)
+        self._model_state(is_new=not branch)
 
-    def _welcome(self) -> None:
+    def _model_state(self, *, is_new: bool) -> None:
+        """What there is to say about the model, at the end of the messages; buttons to load one if there is none."""
         entry = self._desk.model
         if entry is not None and entry.state == "loaded":
-            ui.label(f"{entry.spec.name} is ready: write something below.")
+            if is_new:
+                ui.label(f"{entry.spec.name} is ready: write something below.")
             return
         if entry is not None and entry.state == "loading":
-            ui.label(f"{entry.spec.name} is being loaded…")
+            ui.label(f"{entry.spec.name} is being loaded… The first time it is calibrated too, which takes longer.")
+            load_progress(entry)
             return
+        if entry is not None and entry.error:
+            ui.label(entry.error).classes("error").props('role="alert"')
         ui.label("No model is loaded yet.")
         last = self._desk.library.last_load()
         with ui.row():
             if last is not None:
-                ui.button(f"Load {last[0].stem} again", icon="replay", on_click=lambda: load_model(self._desk, *last))
+                button = ui.button(f"Load {last[0].stem} again", icon="replay")
+                button.on_click(lambda: self._load(button, load_model(self._desk, *last)))
             else:
-                ui.button("Try the demo model", icon="bolt", on_click=self._start_demo).props("data-demo")
-            ui.button("Choose a model", icon="inventory_2", on_click=lambda: ui.navigate.to("/models")).props("outline")
+                megabytes = catalog.default_model().download_bytes / 1e6
+                button = ui.button(f"Try the demo model ({megabytes:.0f} MB)", icon="bolt").props("data-demo")
+                button.on_click(lambda: self._load(button, self._desk.start_demo()))
+            button.props("no-caps")
+            choose = ui.button("Choose a model", icon="inventory_2", on_click=lambda: ui.navigate.to("/models"))
+            choose.props("outline no-caps")
         JobList(self._desk, "Downloads", DOWNLOAD)
 
-    async def _start_demo(self) -> None:
+    async def _load(self, button: ui.button, load: Awaitable[None]) -> None:
+        button.disable()
         with told():
-            await self._desk.start_demo()
+            await load
+        if not button.is_deleted:  # it did not come to a load
+            button.enable()
+        self._input.run_method("focus")
+
+    def _model_changed(self) -> None:
+        self.messages.refresh()
+        self._show_state()
 
     def _branch(self) -> list[Message]:
         return [] if self._id is None else self._desk.chats.branch(self._id)
@@ -149,15 +168,16 @@ class ChatPage:
         def save() -> None:
             with told():
                 self._desk.edit(message.id, text.value or "")
-                dialog.close()
+                box.close()
 
-        with ui.dialog(value=True) as dialog, ui.card().style("width: 40rem; max-width: 95vw"):
+        with dialog("Edit the message") as box, ui.card().style("width: 40rem; max-width: 95vw"):
             ui.label("The conversation goes on from here; what there was stays on another branch.").classes("muted")
             text = ui.textarea(value=message.content).props('autogrow autofocus outlined aria-label="Edited message"')
             text.classes("spread")
             with ui.row():
-                ui.button("Save and answer" if message.role == "user" else "Save", on_click=save).props("no-caps")
-                ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
+                title = "Save and answer" if message.role == "user" else "Save"
+                ui.button(title, on_click=save).props("no-caps data-save-edit")
+                ui.button("Cancel", on_click=box.close).props("flat no-caps")
 
     def _regenerate(self, message: int) -> None:
         with told():
@@ -172,7 +192,7 @@ class ChatPage:
     def _composer(self) -> None:
         self._files = ui.row()
         with ui.row(wrap=False).classes("spread items-end"):
-            icon_button("attach_file", "Attach a text or PDF", self._attach)
+            file_button("attach_file", "Attach texts or PDFs", self._attach, MAX_BYTES, "multiple data-attach")
             self._input = (
                 ui.textarea(placeholder="Message")
                 .props('autogrow outlined dense autofocus aria-label="Message" input-style="max-height: 12rem"')
@@ -202,11 +222,19 @@ class ChatPage:
 
     def _send(self) -> None:
         text = self._input.value or ""
+        if not text.strip():  # a second click, or nothing yet
+            if self._attachments:
+                ui.notify("Write something to go with the files")
+            return
+        if self._desk.model is None:
+            ui.notify("No model is loaded yet: load one first")
+            return
+        if self._answer is not None:
+            ui.notify("This chat is being answered: wait for the answer, or stop it first")
+            return
         try:
-            if self._id is None and text.strip():
-                self._id = self._desk.chats.create(**self._draft).id
             if self._id is None:
-                return
+                self._id = self._desk.chats.create(**self._draft).id
             self._desk.send(self._id, text, self._attachments)
         except PykvqError as error:
             tell(error)
@@ -221,20 +249,22 @@ class ChatPage:
         if self._id is not None:
             await self._desk.stop(self._id)
 
-    def _attach(self) -> None:
-        async def take(upload: events.UploadEventArguments) -> None:
-            with told():
-                attachment = read_attachment(upload.file.name, await upload.file.read())
-                self._attachments.append(attachment)
-                with self._files:
-                    ui.chip(attachment.name, icon="attach_file").props("dense color=primary text-color=white")
-                dialog.close()
+    async def _attach(self, upload: events.UploadEventArguments) -> None:
+        name = upload.file.name
+        with self._files:
+            waiting = ui.chip(f"{name} is being read…", icon="hourglass_empty").props("dense outline")
+        try:
+            attachment = await asyncio.to_thread(read_attachment, name, await upload.file.read())
+        finally:
+            waiting.delete()
+        self._attachments.append(attachment)
+        with self._files:
+            self._chip(attachment)
 
-        with ui.dialog(value=True) as dialog, ui.card():
-            ui.label("Its text goes to the model with your next message.")
-            ui.upload(on_upload=take, auto_upload=True, multiple=True, max_file_size=MAX_BYTES).props(
-                'aria-label="Files to attach"'
-            )
+    def _chip(self, attachment: Attachment) -> None:
+        chip = ui.chip(attachment.name, icon="attach_file", removable=True)
+        chip.props('dense color=primary text-color=white remove-aria-label="Do not attach it"')
+        chip.on("remove", lambda: self._attachments.remove(attachment))
 
     # --- settings
 
@@ -245,7 +275,7 @@ class ChatPage:
             else:
                 chat: Conversation = self._desk.chats.get(self._id)
                 before, prompt = chat.sampling, chat.system_prompt
-            SettingsDialog(before, prompt, self._save_settings)
+            SettingsDialog(self._desk.presets, before, prompt, self._save_settings)
 
     def _save_settings(self, system_prompt: str, values: dict[str, Any]) -> None:
         if self._id is None:

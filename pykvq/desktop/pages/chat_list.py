@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import groupby
-from typing import Any
 
 from nicegui import events, ui
+from nicegui.elements.mixins.text_element import TextElement
 
 from pykvq.desktop.conversations import Conversation
 from pykvq.desktop.desk import Desk
-from pykvq.desktop.pages.layout import icon_button, told
-from pykvq.desktop.transfer import from_json, to_json, to_markdown
+from pykvq.desktop.pages.layout import dialog, file_button, told
+from pykvq.desktop.transfer import MAX_BYTES, from_json, to_json, to_markdown
 
-_SHOWN = 60
+_SHOWN = 40
 _TYPES = {"md": "text/markdown", "json": "application/json"}
 
 
@@ -26,10 +27,10 @@ class ChatList:
         with ui.row(wrap=False).classes("spread items-center"):
             new = ui.button("New chat", icon="add", on_click=lambda: ui.navigate.to("/")).classes("grow")
             new.props('no-caps unelevated data-key="new"')
-            icon_button("upload_file", "Import a chat", self._import)
+            file_button("upload_file", "Import a chat", self._import, MAX_BYTES, 'accept=".json" data-import')
         self._search = (
             ui.input(placeholder="Search", on_change=self._searched)
-            .props('dense outlined clearable debounce=200 aria-label="Search chats"')
+            .props('dense outlined clearable debounce=100 aria-label="Search chats"')
             .classes("spread")
         )
         self.show()
@@ -69,12 +70,18 @@ class ChatList:
             link = ui.link(chat.title, f"/chat/{chat.id}").classes("grow").props(f'data-chat-link="{chat.id}"')
             if is_current:
                 link.props('aria-current="true"')
-            with icon_button("more_vert", "More").props("size=sm"), ui.menu():
-                ui.menu_item("Rename", lambda: self._rename(chat))
-                ui.menu_item("Duplicate", lambda: self._duplicate(chat.id))
-                ui.menu_item("Export as Markdown", lambda: self._export(chat.id, "md"))
-                ui.menu_item("Export as JSON", lambda: self._export(chat.id, "json"))
-                ui.menu_item("Delete", lambda: self._delete(chat.id))
+            more = TextElement(tag="button", text="⋮").classes("more")
+            more.props('type="button" aria-label="More" title="More" aria-haspopup="menu"')
+            more.on("click", lambda: self._open_menu(more, chat))
+
+    def _open_menu(self, button: ui.element, chat: Conversation) -> None:
+        button.clear()  # of the one that was opened before; one for each chat from the start would make lists slow
+        with button, ui.menu(value=True).props("no-parent-event"):
+            ui.menu_item("Rename", lambda: self._rename(chat))
+            ui.menu_item("Duplicate", lambda: self._duplicate(chat.id))
+            ui.menu_item("Export as Markdown", lambda: self._export(chat.id, "md"))
+            ui.menu_item("Export as JSON", lambda: self._export(chat.id, "json"))
+            ui.menu_item("Delete", lambda: self._delete(chat.id))
 
     def _deleted_row(self) -> None:
         deleted = self._desk.deleted
@@ -97,14 +104,14 @@ class ChatList:
             with told():
                 title = (name.value or "").strip() or chat.title
                 self._desk.change(chat.id, title=title, folder=(folder.value or "").strip())
-                dialog.close()
+                box.close()
 
-        with ui.dialog(value=True) as dialog, ui.card():
+        with dialog("Title and folder") as box, ui.card():
             name = ui.input("Title", value=chat.title).props("autofocus").on("keydown.enter", save)
             folder = ui.input("Folder", value=chat.folder).on("keydown.enter", save)
             with ui.row():
                 ui.button("Save", on_click=save)
-                ui.button("Cancel", on_click=dialog.close).props("flat")
+                ui.button("Cancel", on_click=box.close).props("flat")
 
     def _duplicate(self, chat: int) -> None:
         with told():
@@ -134,14 +141,7 @@ class ChatList:
             name = "".join(c if c.isalnum() or c in " -_" else "_" for c in conversation.title).strip() or "chat"
             ui.download.content(text.encode("utf-8", "replace"), f"{name}.{kind}", _TYPES[kind])
 
-    def _import(self) -> None:
-        async def take(upload: events.UploadEventArguments) -> None:
-            with told():
-                data: Any = await upload.file.read()
-                chat = from_json(self._desk.chats, data)
-                self._desk.list_changed.emit()
-                ui.navigate.to(f"/chat/{chat.id}")
-
-        with ui.dialog(value=True), ui.card():
-            ui.label("A .json file that was exported from pykvq")
-            ui.upload(on_upload=take, auto_upload=True).props('accept=".json" aria-label="File to import"')
+    async def _import(self, upload: events.UploadEventArguments) -> None:
+        chat = await asyncio.to_thread(from_json, self._desk.chats, await upload.file.read())
+        self._desk.list_changed.emit()
+        ui.navigate.to(f"/chat/{chat.id}")

@@ -71,7 +71,9 @@ class FidelityPage:
             return
         shown = sorted(rows.values(), key=lambda row: -row["bits_per_element"])
         with ui.card().classes("spread"):
-            ui.echart(_chart(shown)).style("height: 18rem").classes("spread").props('aria-label="Mean KLD by bits"')
+            ui.echart(_chart(shown)).style("height: 18rem").classes("spread").props(
+                'role="img" aria-label="Mean KLD by bits"'
+            )
             with ui.element("div").classes("scroll"):
                 _table(shown)
 

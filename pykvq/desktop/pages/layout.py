@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nicegui import ui
+from nicegui import events, ui
 
 from pykvq.desktop.desk import Desk
 from pykvq.desktop.markdown import code_css
@@ -89,10 +89,38 @@ def _mode_button(desk: Desk) -> None:
 def icon_button(icon: str, name: str, action: object = None) -> ui.button:
     """A button with an icon, and a name for those who do not see it."""
     assert action is None or callable(action)
-    button = ui.button(icon=icon, on_click=action).props(f'flat round dense aria-label="{name}"')
-    with button:
-        ui.tooltip(name)
-    return button
+    return ui.button(icon=icon, on_click=action).props(f'flat round dense aria-label="{name}" title="{name}"')
+
+
+def file_button(
+    icon: str,
+    name: str,
+    take: Callable[[events.UploadEventArguments], Any],
+    max_bytes: int,
+    props: str = "",
+) -> ui.button:
+    """A button that asks for files, each of which ``take`` gets. ``props`` are those of Quasar's QUploader."""
+
+    async def taken(upload: events.UploadEventArguments) -> None:
+        with told():
+            await take(upload)
+        box.reset()  # the same file may be chosen again
+
+    def refused() -> None:
+        ui.notify(f"{name}: files must have at most {max_bytes >> 20} MiB", type="negative")
+
+    box = ui.upload(on_upload=taken, on_rejected=refused, auto_upload=True, max_file_size=max_bytes)
+    box.props(props).classes("hidden")  # the system's own dialog is asked for without it
+    button = icon_button(icon, name)
+    # browsers open that dialog only during a click
+    return button.on("click", js_handler=f"() => runMethod({box.id}, 'pickFiles', [])")
+
+
+def dialog(name: str) -> ui.dialog:
+    """An open dialog, named for those who do not see it."""
+    opened = ui.dialog(value=True)
+    opened.props["aria-label"] = name
+    return opened
 
 
 def axis(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from nicegui import ui
 from pykvq.desktop.desk import Desk
 from pykvq.desktop.forecast import Forecast, Forecaster
 from pykvq.desktop.library import LibraryModel
-from pykvq.desktop.pages.layout import COLORS, told
+from pykvq.desktop.pages.layout import COLORS, dialog, told
 from pykvq.errors import PykvqError
 from pykvq.kv_config import DEFAULT_PRESET, kv_presets
 from pykvq.measured import warning
@@ -33,7 +33,7 @@ class LoadDialog:
         self._forecaster: Forecaster | None = None
         self._task: asyncio.Task[None] | None = None
         limit = (model.facts.context_length if model.facts else None) or _DEFAULT_CTX
-        with ui.dialog(value=True) as self._dialog, ui.card().style("width: 44rem; max-width: 96vw"):
+        with dialog(f"Load {model.local.name}") as self._dialog, ui.card().style("width: 44rem; max-width: 96vw"):
             ui.label(f"Load {model.local.name}").classes("text-h6")
             self._inputs(max(limit, _STEP))
             ui.separator()

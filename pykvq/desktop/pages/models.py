@@ -10,13 +10,11 @@ from pykvq import catalog
 from pykvq.desktop.desk import Desk
 from pykvq.desktop.jobs import DOWNLOAD
 from pykvq.desktop.library import PICKED, LibraryModel
-from pykvq.desktop.pages.layout import frame, icon_button, tell, told
+from pykvq.desktop.pages.layout import dialog, frame, icon_button, tell, told
 from pykvq.desktop.pages.load_dialog import LoadDialog
-from pykvq.desktop.pages.progress import JobList
+from pykvq.desktop.pages.progress import JobList, load_progress
 from pykvq.errors import PykvqError
 from pykvq.units import size_text
-
-_REFRESH_SECONDS = 0.3
 
 
 class ModelsPage:
@@ -26,7 +24,6 @@ class ModelsPage:
         self._desk = desk
         frame(desk, "/models", "Models")
         ui.label("Models").classes("text-h5").props('role="heading" aria-level="1"')
-        self._timer = ui.timer(_REFRESH_SECONDS, self._show_progress, active=False)
         self.loaded()
         self._add_row()
         JobList(desk, "Downloads", DOWNLOAD)
@@ -40,7 +37,6 @@ class ModelsPage:
         """Builds the card of the loaded model."""
         entry = self._desk.model
         is_loading = entry is not None and entry.state == "loading"
-        self._timer.active = is_loading
         if entry is None or entry.state == "not-loaded":
             return
         with ui.card().classes("spread").props('aria-label="Loaded model" data-loaded'):
@@ -50,17 +46,12 @@ class ModelsPage:
                 if entry.state != "failed":
                     ui.button(name, on_click=self._desk.unload).props("flat no-caps")
             if is_loading:
-                self._progress = ui.linear_progress(entry.progress, show_value=False).props('aria-label="Loading"')
+                load_progress(entry)
             elif entry.error:
                 ui.label(entry.error).classes("error").props('role="alert" data-load-error')
             else:
                 options = entry.options
                 ui.label(f"{options.n_slots} of {options.n_ctx:,} tokens, {options.kv_quant}").classes("muted")
-
-    def _show_progress(self) -> None:
-        entry = self._desk.model
-        if entry is not None and entry.state == "loading":
-            self._progress.set_value(round(entry.progress, 3))
 
     def _add_row(self) -> None:
         with ui.row().classes("spread items-end"):
@@ -107,19 +98,19 @@ class ModelsPage:
 
     def _remove(self, model: LibraryModel) -> None:
         async def remove() -> None:
-            dialog.close()
+            box.close()
             with told():
                 await asyncio.to_thread(self._desk.library.remove, model.local)
                 self._desk.library_changed.emit()
 
         is_picked = model.local.source == PICKED
-        with ui.dialog(value=True) as dialog, ui.card():
+        with dialog("Remove a model") as box, ui.card():
             what = "Leave this file out of the list? It is not deleted." if is_picked else "Delete this file?"
             ui.label(what).classes("text-subtitle1")
             ui.label(str(model.local.path)).style("overflow-wrap: anywhere")
             with ui.row():
                 ui.button("Leave out" if is_picked else "Delete", on_click=remove, color="negative").props("no-caps")
-                ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
+                ui.button("Cancel", on_click=box.close).props("flat no-caps")
 
 
 def _facts(model: LibraryModel) -> str:
