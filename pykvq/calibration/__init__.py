@@ -11,6 +11,7 @@ import numpy as np
 from pykvq.calibration import file
 from pykvq.calibration.file import CalibrationInfo, model_hash
 from pykvq.calibration.moments import TEXT_TOKENS, LayerMoments, collect_moments
+from pykvq.calibration.own_text import write_texts
 from pykvq.calibration.transforms import BLOCK, layer_transform
 from pykvq.calibration.weights import output_grams
 from pykvq.errors import CalibrationError, InvalidArgumentError
@@ -21,13 +22,15 @@ from pykvq.sample_text import sample_text, spread_starts
 
 __all__ = ["DEFAULT_POSITIONS", "DEFAULT_TOKENS", "CalibrationInfo", "calibrate", "find", "model_hash"]
 
-DEFAULT_TOKENS = 1024
+DEFAULT_TOKENS = 2048
 # tokens of the longest context that a calibration is for, if nothing else is asked
 DEFAULT_POSITIONS = 2048
 # enough for a text's tokens in languages and tokenizers that need most
 _PIECE_CHARACTERS = 2048
-# of the time that a calibration takes, the part before the linear algebra
-_PASS_SHARE = 0.7
+# tokens of a text that the model writes: many short texts tell more than one long one
+_OWN_TOKENS = 128
+# of the time that a calibration takes, the parts until the text is written, and until the linear algebra
+_TEXT_SHARE, _PASS_SHARE = 0.4, 0.8
 
 
 def find(model_path: str | os.PathLike[str]) -> CalibrationInfo | None:
@@ -57,7 +60,7 @@ def calibrate(
 
     Args:
         model_path: the GGUF file.
-        text: what to compute; None for help texts that Python carries.
+        text: what to compute; None for half what the model writes itself, half help texts that Python carries.
         n_tokens: tokens of it, in texts of 256.
         n_positions: tokens of the longest context it is for.
         output: where to write; None for beside the model, or the cache folder if that is not writable.
@@ -77,13 +80,20 @@ def calibrate(
     try:
         used = model or owned
         assert used is not None
-        tokens = _calibration_tokens(used, text, n_tokens)
+        n_pieces = n_tokens // TEXT_TOKENS
+        if n_pieces == 0:
+            raise InvalidArgumentError(f"a calibration needs {TEXT_TOKENS} tokens at least, got n_tokens={n_tokens}")
+        start = _TEXT_SHARE if text is None else 0.0
+        if text is None:
+            tokens = _default_tokens(used, n_pieces, n_threads, lambda done: report(done * start))
+        else:
+            tokens = _pieces(used, text, n_pieces)
         moments = collect_moments(
             used,
             tokens,
             n_positions=n_positions,
             n_threads=n_threads,
-            progress=lambda done: report(done * _PASS_SHARE),
+            progress=lambda done: report(start + done * (_PASS_SHARE - start)),
         )
     finally:
         if owned is not None:
@@ -105,29 +115,34 @@ def calibrate(
         "spectral_keys": spectral_keys,
         "n_tokens": len(tokens),
         "n_positions": n_positions,
-        "text": "Python's help topics" if text is None else "a text of the user",
+        "text": "the model's own and Python's help topics" if text is None else "a text of the user",
         "version": __version__,
     }
     paths = file.candidates(model_path, hash_) if output is None else [Path(output)]
     return file.read_info(file.write(paths, layers, header), hash_)
 
 
-def _calibration_tokens(model: Model, text: str | None, n_tokens: int) -> list[int]:
+def _default_tokens(
+    model: Model, n_pieces: int, n_threads: int | None, progress: Callable[[float], bool | None]
+) -> list[int]:
+    """Texts of the model and pieces of the sample text in turn, so that both lie at all positions."""
+    n_own = (n_pieces + 1) // 2
+    texts = write_texts(model, n_own * TEXT_TOKENS // _OWN_TOKENS, _OWN_TOKENS, n_threads=n_threads, progress=progress)
+    written = [token for text in texts for token in text]
+    pieces = [written[i : i + TEXT_TOKENS] for i in range(0, len(written), TEXT_TOKENS)]
+    sample = sample_text()  # tokenizing the whole of it takes some tokenizers a minute
+    for i, start in enumerate(spread_starts(len(sample), _PIECE_CHARACTERS, n_pieces - n_own)):
+        pieces.insert(2 * i + 1, _tokenize(model, sample[start : start + _PIECE_CHARACTERS])[:TEXT_TOKENS])
+    return [token for piece in pieces for token in piece]
+
+
+def _pieces(model: Model, text: str, n_pieces: int) -> list[int]:
     """Pieces of TEXT_TOKENS tokens each, spread over the text."""
-    n_pieces = n_tokens // TEXT_TOKENS
-    if n_pieces == 0:
-        raise InvalidArgumentError(f"a calibration needs {TEXT_TOKENS} tokens at least, got n_tokens={n_tokens}")
-    if text is None:  # the whole of it takes some tokenizers a minute
-        text = sample_text()
-        starts = spread_starts(len(text), _PIECE_CHARACTERS, n_pieces)
-        pieces = [_tokenize(model, text[start : start + _PIECE_CHARACTERS]) for start in starts]
-    else:
-        ids = _tokenize(model, text)
-        if len(ids) < TEXT_TOKENS:
-            raise InvalidArgumentError(f"the text has {len(ids)} tokens: a calibration needs {TEXT_TOKENS} at least")
-        starts = spread_starts(len(ids), TEXT_TOKENS, min(n_pieces, len(ids) // TEXT_TOKENS))
-        pieces = [ids[start:] for start in starts]
-    return [token for piece in pieces for token in piece[:TEXT_TOKENS]]
+    ids = _tokenize(model, text)
+    if len(ids) < TEXT_TOKENS:
+        raise InvalidArgumentError(f"the text has {len(ids)} tokens: a calibration needs {TEXT_TOKENS} at least")
+    starts = spread_starts(len(ids), TEXT_TOKENS, min(n_pieces, len(ids) // TEXT_TOKENS))
+    return [token for start in starts for token in ids[start : start + TEXT_TOKENS]]
 
 
 def _tokenize(model: Model, text: str) -> list[int]:

@@ -18,9 +18,10 @@ PROGRAM = "pykvq-calibrate"
 def _calibrate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file.")],
     text: Annotated[
-        str | None, typer.Option("--text", metavar="FILE", help="Text to compute. [default: Python's help topics]")
+        str | None,
+        typer.Option("--text", metavar="FILE", help="Text to compute. [default: its own and Python's help topics]"),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens of it; 256 at least.")] = 1024,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens of it; 256 at least.")] = 2048,
     ctx: Annotated[
         int, typer.Option("--ctx", metavar="N", help="Tokens of the longest context that it is for.")
     ] = 2048,
@@ -38,7 +39,7 @@ def _calibrate(
 ) -> int:
     """Find the bases in which a model's keys and values lose least, and keep them for every later load.
 
-    One pass over a short text; seconds on a small model.
+    It writes some short texts, or takes yours, and computes them once; seconds on a small model.
     """
     del verbose  # read by run_program
     from pykvq.calibration import calibrate

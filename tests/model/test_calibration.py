@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from tiny_models import TinyModel
 
-from pykvq import CalibrationError, InvalidArgumentError, Llama
-from pykvq.calibration import calibrate, find
+from pykvq import AbortedError, CalibrationError, InvalidArgumentError, Llama
+from pykvq.calibration import _default_tokens, calibrate, find
 from pykvq.calibration.file import FORMAT
+from pykvq.calibration.own_text import _sample, write_texts
+from pykvq.runtime import Model
+from pykvq.sample_text import sample_text
 
 TINY = TinyModel(n_ctx_train=1024)
 N_TOKENS = 256
@@ -139,3 +142,27 @@ def test_short_texts_are_refused(path):
 def test_sorted_keys_need_a_calibration(path):
     with pytest.raises(InvalidArgumentError, match="there is none that does: use q4_ve and q2_t"):
         load(path, kv_quant="f16:128+q4_ves", calibrate="never")
+
+
+def test_a_model_writes_whole_texts_and_the_same_each_time(path):
+    with Model(path) as model:
+        texts = write_texts(model, 3, 20, n_threads=1)
+        assert [len(text) for text in texts] == [20, 20, 20]
+        assert len({tuple(text) for text in texts}) == 3
+        assert not any(model.is_eog(token) for text in texts for token in text[1:])
+        assert write_texts(model, 3, 20, n_threads=1) == texts
+        with pytest.raises(AbortedError):
+            write_texts(model, 1, 20, n_threads=1, progress=lambda done: done < 0.5)
+
+
+def test_half_of_the_default_text_is_the_models_own(path):
+    with Model(path) as model:
+        written = [token for text in write_texts(model, 4, 128, n_threads=1) for token in text]
+        tokens = _default_tokens(model, 3, 1, lambda _done: True)
+        assert tokens[:256] + tokens[512:] == written
+        start = model.tokenize(sample_text()[:2048].encode(), add_special=True, parse_special=False)
+        assert tokens[256:512] == start[:256]
+
+
+def test_a_model_without_numbers_writes_something():
+    assert _sample(np.full(8, np.nan, dtype=np.float32), [2], np.random.default_rng(0)) in range(8)
