@@ -229,7 +229,7 @@ template <class SHAPE, int BLOCKS, int COLUMNS> KVQ_DEVICE void score_bytes(type
     }
     const uint32_t * row = s.stage[team].words + cell * SHAPE::ROW_WORDS;
     float sums[COLUMNS]  = {};
-    KVQ_UNROLL
+    KVQ_UNROLL_BY(1)
     for (int b = 0; b < BLOCKS; b++) {
         int dots[COLUMNS][3] = {};
         KVQ_UNROLL
@@ -361,42 +361,76 @@ KVQ_DEVICE int place_of(int slot) {
     return 64 * (slot / 8) + 4 * (slot % 8);
 }
 
-template <class SHAPE, int BLOCKS, int COLUMNS>
-KVQ_DEVICE void add_values(typename SHAPE::shared & s, bool floats, int first, int n, float (&acc)[COLUMNS][8]) {
-    const int team  = thread_x() / TEAM;
-    const int slot  = thread_x() % TEAM % SHAPE::SLOTS;
-    const int slice = thread_x() % TEAM / SHAPE::SLOTS;
-    const int place = place_of(slot);
-    for (int cell = slice; cell < n; cell += SHAPE::SLICES) {
-        float v[8];
-        if (floats) {
-            const float * row  = s.stage[team].floats + cell * SHAPE::ROW_FLOATS;
-            const float4v low  = load((const float4v *) (row + place));
-            const float4v high = load((const float4v *) (row + place + 32));
-            KVQ_UNROLL
-            for (int i = 0; i < 4; i++) {
-                v[i]     = low.f[i];
-                v[i + 4] = high.f[i];
-            }
-        } else {
-            const uint32_t * row   = s.stage[team].words + cell * SHAPE::ROW_WORDS;
-            const uint32_t low     = load(row + place / 4);
-            const uint32_t high    = load(row + place / 4 + 8);
-            const float low_scale  = load(&s.row_scale[team][cell][2 * (slot / 8)]);
-            const float high_scale = load(&s.row_scale[team][cell][2 * (slot / 8) + 1]);
-            KVQ_UNROLL
-            for (int i = 0; i < 4; i++) {
-                v[i]     = low_scale * level_value(low, i);
-                v[i + 4] = high_scale * level_value(high, i);
-            }
+template <class SHAPE, int COLUMNS>
+KVQ_DEVICE void add_cell(typename SHAPE::shared & s, int cell, const float (&v)[8], float (&acc)[COLUMNS][8]) {
+    KVQ_UNROLL
+    for (int c = 0; c < COLUMNS; c++) {
+        const float weight = load(&s.weights[cell][c]);
+        KVQ_UNROLL
+        for (int i = 0; i < 8; i++) {
+            acc[c][i] += weight * v[i];
         }
+    }
+}
+
+template <class SHAPE, int COLUMNS>
+KVQ_DEVICE void add_bytes(typename SHAPE::shared & s, int n, float (&acc)[COLUMNS][8]) {
+    const int team = thread_x() / TEAM;
+    const int slot = thread_x() % TEAM % SHAPE::SLOTS;
+    KVQ_UNROLL_BY(2)
+    for (int cell = thread_x() % TEAM / SHAPE::SLOTS; cell < n; cell += SHAPE::SLICES) {
+        const uint32_t * row   = s.stage[team].words + cell * SHAPE::ROW_WORDS + place_of(slot) / 4;
+        const uint32_t low     = load(row);
+        const uint32_t high    = load(row + 8);
+        const float low_scale  = load(&s.row_scale[team][cell][2 * (slot / 8)]);
+        const float high_scale = load(&s.row_scale[team][cell][2 * (slot / 8) + 1]);
+        float v[8];
+        KVQ_UNROLL
+        for (int i = 0; i < 4; i++) {
+            v[i]     = scaled_level(low, i, low_scale);
+            v[i + 4] = scaled_level(high, i, high_scale);
+        }
+        add_cell<SHAPE, COLUMNS>(s, cell, v, acc);
+    }
+}
+
+template <class SHAPE, int COLUMNS>
+KVQ_DEVICE void add_floats(typename SHAPE::shared & s, int first, int n, float (&acc)[COLUMNS][8]) {
+    const int team = thread_x() / TEAM;
+    const int slot = thread_x() % TEAM % SHAPE::SLOTS;
+    for (int cell = thread_x() % TEAM / SHAPE::SLOTS; cell < n; cell += SHAPE::SLICES) {
+        const float * row  = s.stage[team].floats + cell * SHAPE::ROW_FLOATS + place_of(slot);
+        const float4v low  = load((const float4v *) row);
+        const float4v high = load((const float4v *) (row + 32));
+        const float v[8]   = { low.f[0], low.f[1], low.f[2], low.f[3], high.f[0], high.f[1], high.f[2], high.f[3] };
+        add_cell<SHAPE, COLUMNS>(s, first + cell, v, acc);
+    }
+}
+
+template <class SHAPE, int BLOCKS, int COLUMNS>
+KVQ_DEVICE void sum_tile(typename SHAPE::shared & s, const attention_tier & tier, int n_cells, const uint8_t * rows,
+                         float (&acc)[COLUMNS][8]) {
+    const bool floats = is_float(tier.type_v);
+    const int step    = floats ? FLOAT_STAGE : TILE;
+    for (int first = 0; first < n_cells; first += step) {
+        const int n = n_cells - first < step ? n_cells - first : step;
+        if (first > 0) {
+            barrier();  // the stage is read
+        }
+        stage_rows<SHAPE, BLOCKS>(s, tier.type_v, rows, tier.v_stride[0], tier.v_values, first, n);
+        barrier();  // and the weights are there
         KVQ_UNROLL
         for (int c = 0; c < COLUMNS; c++) {
-            const float weight = load(&s.weights[first + cell][c]);
+            const float rescale = first == 0 ? load(&s.rescale[c]) : 1.0f;
             KVQ_UNROLL
             for (int i = 0; i < 8; i++) {
-                acc[c][i] += weight * v[i];
+                acc[c][i] *= rescale;
             }
+        }
+        if (floats) {
+            add_floats<SHAPE, COLUMNS>(s, first, n, acc);
+        } else {
+            add_bytes<SHAPE, COLUMNS>(s, n, acc);
         }
     }
 }
@@ -472,27 +506,7 @@ template <int BLOCKS, int TEAMS, int COLUMNS> KVQ_KERNEL(TEAM * TEAMS) attend_sp
         score_tile<SHAPE, BLOCKS, COLUMNS>(a, s, tile, tier.k + k_offset);
         barrier();
         weigh_tile<SHAPE, TEAMS, COLUMNS>(a, s, head0, tile.n);
-        const bool floats = is_float(tier.type_v);
-        const int step    = floats ? FLOAT_STAGE : TILE;
-        for (int first = 0; first < tile.n; first += step) {
-            const int n = tile.n - first < step ? tile.n - first : step;
-            if (first > 0) {
-                barrier();
-            }
-            stage_rows<SHAPE, BLOCKS>(s, tier.type_v, tier.v + v_offset, tier.v_stride[0], tier.v_values, first, n);
-            barrier();
-            if (first == 0) {
-                KVQ_UNROLL
-                for (int c = 0; c < COLUMNS; c++) {
-                    const float rescale = load(&s.rescale[c]);
-                    KVQ_UNROLL
-                    for (int i = 0; i < 8; i++) {
-                        acc[c][i] *= rescale;
-                    }
-                }
-            }
-            add_values<SHAPE, BLOCKS, COLUMNS>(s, floats, first, n, acc);
-        }
+        sum_tile<SHAPE, BLOCKS, COLUMNS>(s, tier, tile.n, tier.v + v_offset, acc);
     }
     write_span<SHAPE, COLUMNS>(a, s, query, head0, n_columns, acc);
 }

@@ -36,10 +36,11 @@ KVQ_DEVICE void store_value(const decode_args & a, uint8_t * row, int64_t i, flo
     }
 }
 
+// The reference's product, whose zeros have its sign too.
 KVQ_DEVICE void store_levels(const decode_args & a, uint8_t * row, int64_t i, const word4 & levels, float scale) {
     KVQ_UNROLL
     for (int j = 0; j < 16; j++) {
-        store_value(a, row, i + j, scale * level_value(levels.w[j / 4], j % 4));
+        store_value(a, row, i + j, scale * (float) (int8_t) (levels.w[j / 4] >> 8 * (j % 4)));
     }
 }
 

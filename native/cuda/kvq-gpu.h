@@ -42,10 +42,13 @@
 #    define KVQ_WAVE 32
 #endif
 
-#define KVQ_UNROLL _Pragma("unroll")
 #if defined(KVQ_SIMT)
-#    undef KVQ_UNROLL
 #    define KVQ_UNROLL
+#    define KVQ_UNROLL_BY(n)
+#else
+#    define KVQ_PRAGMA(text) _Pragma(#text)
+#    define KVQ_UNROLL KVQ_PRAGMA(unroll)
+#    define KVQ_UNROLL_BY(n) KVQ_PRAGMA(unroll n)
 #endif
 
 namespace kvq {
@@ -370,14 +373,15 @@ KVQ_DEVICE uint32_t pick_by_bytes(uint32_t low, uint32_t high, uint32_t selector
 #endif
 }
 
-// Signed byte i of a word as a float: by way of level + 128, which no sign extension holds up.
-KVQ_DEVICE float level_value(uint32_t levels, int i) {
-#if defined(KVQ_AMD_PERM)
-    return (float) ((levels ^ 0x80808080u) >> 8 * i & 0xff) - 128.0f;  // v_cvt_f32_ubyte
-#else
-    // 2^23 + (level + 128) by its bits
+// Signed byte i of a word times scale, by way of the byte + 128, which no sign extension holds up.
+KVQ_DEVICE float scaled_level(uint32_t levels, int i, float scale) {
     const uint32_t biased = levels ^ 0x80808080u;
-    return bits_to_float(pick_by_nibbles(biased, 0x4b000000u, 0x7440u + (uint32_t) i)) - 8388736.0f;
+#if defined(KVQ_AMD_PERM)
+    return __builtin_fmaf((float) (biased >> 8 * i & 0xff), scale,
+                          -128.0f * scale);  // v_cvt_f32_ubyte; exact but for one rounding
+#else
+    return (bits_to_float(pick_by_nibbles(biased, 0x4b000000u, 0x7440u + (uint32_t) i)) - 8388736.0f) *
+           scale;  // 2^23 + 128
 #endif
 }
 

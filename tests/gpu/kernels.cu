@@ -1,5 +1,5 @@
-// All kernels with their template arguments, compiled alone: for the register and spill report of CI, which reads it for
-// each GPU (tests/gpu/compile.py). The library builds them in kvq-cuda.cu.
+// All kernels with their template arguments, compiled alone: for the register and spill report that compile_kernels.py makes
+// for each GPU. The library builds them in native/cuda/kvq-cuda.cu and kvq-cuda-attention.cu.
 
 #include "kvq-gpu-attention.h"
 #include "kvq-gpu-decode.h"
