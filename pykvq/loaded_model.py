@@ -22,7 +22,7 @@ from pykvq.kv_auto import AutomaticChoice, choose_format, parse_memory
 from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KV_TYPE_BITS, KVConfig, kv_presets, parse_kv_config
 from pykvq.measured import recall, warning
 from pykvq.predict import require_memory
-from pykvq.runtime import Context, Model
+from pykvq.runtime import Context, ContextInfo, Model
 from pykvq.speculative import Draft
 
 logger = logging.getLogger("pykvq")
@@ -33,6 +33,8 @@ RANDOM_SEED = 0xFFFFFFFF
 # limits of pykvq_context_create
 _MAX_N_CTX = 2**30
 _MAX_N_BATCH = 2**20
+_TYPE_KEYS = ("type_k", "type_v")
+_OWN_TYPES = {"q4_ve", "q2_t", "q4_ves", "q2_ts"}
 
 
 class LoadedModel:
@@ -192,6 +194,12 @@ class LoadedModel:
                 calibration=None if self._calibration is None else os.fspath(self._calibration.path),
                 **context_params,
             )
+            if n_fallback := self._loaded_context.info.n_attention_fallback:
+                logger.warning(
+                    "the GPU does not compute attention over %s: the CPU does, for %d layers, which is slow",
+                    self._kv,
+                    n_fallback,
+                )
             if lora_path is not None:
                 self._loaded_context.add_lora(lora_path, lora_scale)
             # llama.cpp rounds the cells up to 256; who asks for fewer tokens gets no more
@@ -339,7 +347,8 @@ class LoadedModel:
                 what an error in its keys and values costs).
             measured: what ``pykvq.fidelity`` last said of this format on this model, None if it was never asked:
                 kld_mean, kld_sem (nats), same_top, ppl_change, nonfinite (shares), n_ctx, n_compared, float_weights.
-            flash_attn, attention_route: how attention is computed.
+            flash_attn, attention_route: how attention is computed, and where: on the CPU, or on a GPU and for how many
+                layers. It names layers on a GPU whose attention falls back to the CPU.
             compute_bytes: scratch memory of the computation.
         """
         info = self._context.read_info()
@@ -375,7 +384,7 @@ class LoadedModel:
             "calibration": _calibration_dict(self._calibration, info.calibration_bytes),
             "measured": self._measured,
             "flash_attn": info.flash_attn,
-            "attention_route": _attention_route(len(tiers), info.flash_attn),
+            "attention_route": _attention_route([str(tier[key]) for tier in tiers for key in _TYPE_KEYS], info),
             "compute_bytes": info.compute_bytes,
         }
 
@@ -487,8 +496,21 @@ def _calibration_dict(calibration: CalibrationInfo | None, n_bytes: int) -> dict
     }
 
 
-def _attention_route(n_tiers: int, flash_attn: bool) -> str:
-    if n_tiers > 1:
+def _attention_route(types: Sequence[str], info: ContextInfo) -> str:
+    """Whose attention runs where; types are those of the tiers' K and V, two a tier."""
+    tiered = len(types) > 2
+    if info.n_attention_device == 0:
+        route = _cpu_attention_route(tiered, info.flash_attn)
+        if info.n_attention_fallback:
+            route += f", for {info.n_attention_fallback} layers on a GPU that does not compute it"
+        return route
+    own = tiered or not _OWN_TYPES.isdisjoint(types)
+    owner = "pykvq tiered" if tiered else "pykvq" if own else "llama.cpp"
+    return f"{owner} flash attention (gpu, {info.n_attention_device} layers)"
+
+
+def _cpu_attention_route(tiered: bool, flash_attn: bool) -> str:
+    if tiered:
         return "pykvq tiered flash attention (cpu)"
     if not flash_attn:
         return "llama.cpp attention (cpu)"

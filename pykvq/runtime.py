@@ -88,6 +88,8 @@ class ContextInfo:
     kv_elements: int
     compute_bytes: int
     flash_attn: bool
+    n_attention_device: int
+    n_attention_fallback: int
     can_shift: bool
     calibration_bytes: int
 

@@ -228,8 +228,10 @@ typedef struct pykvq_context_info {
     int64_t kv_elements;    // elements of K and V together
     int64_t compute_bytes;  // scratch for the graphs
     bool flash_attn;
-    bool can_shift;             // positions can be moved (context shift)
-    int64_t calibration_bytes;  // memory of the transforms of a calibration, 0 without
+    int32_t n_attention_device;    // layers whose attention runs on a GPU
+    int32_t n_attention_fallback;  // layers on a GPU whose attention it does not compute: the CPU does
+    bool can_shift;                // positions can be moved (context shift)
+    int64_t calibration_bytes;     // memory of the transforms of a calibration, 0 without
 } pykvq_context_info;
 
 PYKVQ_API pykvq_context_params pykvq_context_default_params(void);
