@@ -133,37 +133,39 @@ void decode(ggml_backend_cuda_context & ctx, const ggml_tensor * src, const ggml
     launch_decode(ctx, a);
 }
 
+// A product with F16 weights of a model is ggml's: one matrix, not one a head.
 bool is_mul_heads(const ggml_tensor * op) {
     if (op->op != GGML_OP_MUL_MAT) {
         return false;
     }
     const ggml_tensor * m = op->src[0];
     const ggml_tensor * x = op->src[1];
-    return m->type == GGML_TYPE_F32 && x->type == GGML_TYPE_F32 && x->ne[1] == 1 &&
-           x->ne[3] >= MIN_TOKENS_OF_MUL_HEADS && m->ne[3] == 1 && m->ne[0] % HEADS_TILE == 0 &&
-           m->ne[1] % HEADS_TILE == 0 && m->nb[0] == sizeof(float) && x->nb[0] == sizeof(float) &&
-           x->ne[2] % m->ne[2] == 0 && x->ne[2] <= 65535;
+    const bool type_ok    = m->type == GGML_TYPE_F32 || (m->type == GGML_TYPE_F16 && m->ne[2] > 1);
+    return type_ok && x->type == GGML_TYPE_F32 && x->ne[1] == 1 && x->ne[3] >= MIN_TOKENS_OF_MUL_HEADS &&
+           m->ne[3] == 1 && m->ne[0] % HEADS_TILE == 0 && m->ne[1] % HEADS_TILE == 0 &&
+           m->nb[0] == ggml_type_size(m->type) && x->nb[0] == sizeof(float) && x->ne[2] % m->ne[2] == 0 &&
+           x->ne[2] <= 65535;
 }
 
 void multiply_heads(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const ggml_tensor * m  = dst->src[0];
-    const ggml_tensor * x  = dst->src[1];
-    const auto floats      = [](size_t bytes) { return (int64_t) (bytes / sizeof(float)); };
-    const mul_heads_args a = {
-        (const float *) m->data,
-        (const float *) x->data,
-        (float *) dst->data,
-        (int32_t) m->ne[0],
-        (int32_t) m->ne[1],
-        (int32_t) x->ne[3],
-        (int32_t) (x->ne[2] / m->ne[2]),
-        floats(m->nb[1]),
-        floats(m->nb[2]),
-        floats(x->nb[2]),
-        floats(x->nb[3]),
-        floats(dst->nb[2]),
-        floats(dst->nb[3]),
-    };
+    const ggml_tensor * m = dst->src[0];
+    const ggml_tensor * x = dst->src[1];
+    const auto stride     = [](const ggml_tensor * t, int i) { return (int64_t) (t->nb[i] / t->nb[0]); };
+    mul_heads_args a      = {};
+    a.matrix              = m->data;
+    a.x                   = (const float *) x->data;
+    a.y                   = (float *) dst->data;
+    a.n_in                = (int32_t) m->ne[0];
+    a.n_out               = (int32_t) m->ne[1];
+    a.n_tokens            = (int32_t) x->ne[3];
+    a.group               = (int32_t) (x->ne[2] / m->ne[2]);
+    a.half_matrix         = m->type == GGML_TYPE_F16;
+    a.matrix_row          = stride(m, 1);
+    a.matrix_head         = stride(m, 2);
+    a.x_head              = stride(x, 2);
+    a.x_token             = stride(x, 3);
+    a.y_head              = stride(dst, 2);
+    a.y_token             = stride(dst, 3);
     const dim3 grid(blocks_for(a.n_tokens, HEADS_TILE), a.n_out / HEADS_TILE, (unsigned) x->ne[2]);
     mul_heads<<<grid, HEADS_THREADS, 0, ctx.stream()>>>(a);
     CUDA_CHECK(cudaGetLastError());

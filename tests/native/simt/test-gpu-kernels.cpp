@@ -216,31 +216,50 @@ static void test_requantize() {
 
 static void test_mul_heads() {
     const int n_in = 64, n_out = 96, n_head = 4, group = 2;
-    for (const int n_tokens : { 1, 31, 70 }) {
-        const std::vector<float> m = random_normal((size_t) (n_in * n_out * n_head / group));
-        const std::vector<float> x = random_normal((size_t) (n_in * n_head * n_tokens));
-        const simt::buffer<float> matrix(m);
-        const simt::buffer<float> in(x);
-        const simt::buffer<float> out((size_t) (n_out * n_head * n_tokens));
-        const mul_heads_args a = { matrix.data(), in.data(),    out.data(), n_in,          n_out, n_tokens,      group,
-                                   n_in,          n_in * n_out, n_in,       n_in * n_head, n_out, n_out * n_head };
-        simt::launch({ n_blocks_for(n_tokens, HEADS_TILE), n_out / HEADS_TILE, n_head }, HEADS_THREADS,
-                     [&] { mul_heads(a); });
-        std::vector<float> expected;
-        for (int t = 0; t < n_tokens; t++) {
-            for (int h = 0; h < n_head; h++) {
-                for (int i = 0; i < n_out; i++) {
-                    double sum = 0.0;
-                    for (int j = 0; j < n_in; j++) {
-                        sum += (double) m[(size_t) ((h / group * n_out + i) * n_in + j)] *
-                               x[(size_t) ((t * n_head + h) * n_in + j)];
-                    }
-                    expected.push_back((float) sum);
-                }
+    for (const bool half : { false, true }) {
+        for (const int n_tokens : { 1, 31, 70 }) {
+            std::vector<float> m       = random_normal((size_t) (n_in * n_out * n_head / group));
+            const std::vector<float> x = random_normal((size_t) (n_in * n_head * n_tokens));
+            std::vector<uint16_t> rounded(m.size());
+            ggml_fp32_to_fp16_row(m.data(), rounded.data(), (int64_t) m.size());
+            if (half) {
+                ggml_fp16_to_fp32_row(rounded.data(), m.data(), (int64_t) m.size());
             }
+            const simt::buffer<float> matrix(m);
+            const simt::buffer<uint16_t> half_matrix(rounded);
+            const simt::buffer<float> in(x);
+            const simt::buffer<float> out((size_t) (n_out * n_head * n_tokens));
+            mul_heads_args a = {};
+            a.matrix         = half ? (const void *) half_matrix.data() : matrix.data();
+            a.half_matrix    = half;
+            a.x              = in.data();
+            a.y              = out.data();
+            a.n_in           = n_in;
+            a.n_out          = n_out;
+            a.n_tokens       = n_tokens;
+            a.group          = group;
+            a.matrix_row     = n_in;
+            a.matrix_head    = n_in * n_out;
+            a.x_head         = n_in;
+            a.x_token        = n_in * n_head;
+            a.y_head         = n_out;
+            a.y_token        = n_out * n_head;
+            simt::launch({ n_blocks_for(n_tokens, HEADS_TILE), n_out / HEADS_TILE, n_head }, HEADS_THREADS,
+                         [&] { mul_heads(a); });
+            std::vector<float> expected;
+            for (int i = 0; i < n_tokens * n_head * n_out; i++) {
+                const int row   = i / n_out % n_head / group * n_out + i % n_out;
+                const float * v = &x[(size_t) (i / n_out * n_in)];
+                double sum      = 0.0;
+                for (int j = 0; j < n_in; j++) {
+                    sum += (double) m[(size_t) (row * n_in + j)] * v[j];
+                }
+                expected.push_back((float) sum);
+            }
+            const double error = nmse(out.copy(), expected);
+            CHECK(error < 1e-12, "%d tokens, half %d: %g", n_tokens, half, error);
+            check_no_findings("mul_heads");
         }
-        CHECK(nmse(out.copy(), expected) < 1e-12, "%d tokens: %g", n_tokens, nmse(out.copy(), expected));
-        check_no_findings("mul_heads");
     }
 }
 
