@@ -54,6 +54,7 @@ class LoadedModel:
         n_sink: int = DEFAULT_SINKS,
         n_gpu_layers: int = 0,
         main_gpu: int = 0,
+        device: str | None = None,
         vocab_only: bool = False,
         use_mmap: bool = True,
         use_mlock: bool = False,
@@ -98,6 +99,7 @@ class LoadedModel:
         require_type("n_ubatch", n_ubatch, int, optional=True)
         n_ctx, n_batch, n_ubatch = int(n_ctx), int(n_batch), None if n_ubatch is None else int(n_ubatch)
         require_type("flash_attn", flash_attn, bool, optional=True)
+        require_type("device", device, str, optional=True)
         require_type("embedding", embedding, bool)
         require_type("chat_template", chat_template, str, optional=True)
         require_type("lora_path", lora_path, str, os.PathLike, optional=True)
@@ -129,6 +131,7 @@ class LoadedModel:
         model_params: dict[str, FieldValue] = {
             "n_gpu_layers": n_gpu_layers,
             "main_gpu": main_gpu,
+            "device": device,
             "use_mmap": use_mmap,
         }
         context_params: dict[str, FieldValue] = {

@@ -92,6 +92,7 @@ PYKVQ_API void pykvq_log_set(pykvq_log_fn fn, void * user_data, int32_t min_leve
 typedef struct pykvq_model_params {
     int32_t n_gpu_layers;  // layers kept on the GPU, -1 = all
     int32_t main_gpu;      // the device for everything when split over none
+    const char * device;   // names of the GPUs to use, with commas between, as "CUDA0"; "none"; NULL: all
     bool use_mmap;         // map the file instead of reading it
     bool use_mlock;        // keep the weights from being swapped
     bool vocab_only;       // tokenizer and metadata only, no weights
