@@ -76,12 +76,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'native/*.cu' 'tests/*.cpp' 'tests/*.h' 'tools/*.cpp')
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'native/*.cu' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tools/*.cpp')
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'native/*.cu' 'tests/*.cpp' 'tests/*.h' 'tools/*.cpp')
+	$(BIN)/clang-format -i $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'native/*.cu' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tools/*.cpp')
 
 # Do all patches apply to the pinned source? Prints every conflict at once.
 check-patches:
