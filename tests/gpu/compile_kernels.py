@@ -89,9 +89,10 @@ def compile_nvidia(nvcc: str, target: str, out: Path) -> list[Usage]:
 def compile_amd(clang: str, target: str, out: Path) -> list[Usage]:
     """Kernel usage from the metadata of the ISA; needs no header or library of ROCm."""
     assembly = out / f"{target}.s"
-    alone = ["--cuda-device-only", "-nogpulib", "-nogpuinc"]
-    flags = ["-x", "hip", f"--offload-arch={target}", *alone, "-std=c++17", "-O3"]
-    run([clang, *flags, *(f"-I{path}" for path in INCLUDES), "-S", str(KERNELS), "-o", str(assembly)])
+    flags = ["-x", "hip", f"--offload-arch={target}", "-nogpulib", "-nogpuinc", "-std=c++17", "-O3"]
+    command = [clang, *flags, *(f"-I{path}" for path in INCLUDES), str(KERNELS)]
+    run([*command, "--cuda-device-only", "-S", "-o", str(assembly)])
+    run([*command, "--cuda-host-only", "-fsyntax-only"])
     metadata = assembly.read_text(encoding="utf-8").partition("amdhsa.kernels:")[2]
 
     def values(field: str) -> list[str]:
