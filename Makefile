@@ -7,6 +7,7 @@ ARGS   ?=
 
 INSTALLED := $(VENV)/.installed
 TOOLS     := $(VENV)/.tools
+GPU_TOOLS := $(VENV)/.gpu-tools
 NATIVE    := $(shell find native ggml_patches cmake -type f -not -name '*.md' -not -path '*/__pycache__/*')
 
 # How test-simd builds for other processors than this one
@@ -14,7 +15,7 @@ SIMD_avx2    := -DGGML_NATIVE=OFF
 SIMD_generic := -DGGML_NATIVE=OFF $(foreach set,SSE42 AVX AVX2 BMI2 F16C FMA,-DGGML_$(set)=OFF)
 SIMD_aarch64 := -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux.cmake) -DGGML_NATIVE=OFF
 
-.PHONY: run desktop test test-all test-native test-sanitize test-simd fidelity sanitized lint format check-patches clean
+.PHONY: run desktop test test-all test-native test-sanitize test-simd test-gpu-compile fidelity sanitized lint format check-patches clean
 
 run: $(INSTALLED)
 	@$(BIN)/pykvq-run $(ARGS)
@@ -49,6 +50,13 @@ test-simd-%:
 	$(BIN)/cmake --build build/simd-$* --target kernel-tests
 	$(BIN)/ctest --test-dir build/simd-$* -L kernels --output-on-failure
 
+# The GPU kernels for the targets of docs/gpu.md, with nvcc and clang++-19: no GPU needed. Needs apt's clang-19; what is
+# missing is left out, unless ARGS=--require.
+LLAMA_CPP := build/gpu-compile/llama.cpp
+test-gpu-compile: $(GPU_TOOLS)
+	$(BIN)/python cmake/llama_source.py prepare --dest $(LLAMA_CPP)
+	$(BIN)/python tests/gpu/compile_kernels.py --tree $(LLAMA_CPP) $(ARGS)
+
 # The tests of the tiered cache on tiny models, with the Python extension under both sanitizers. Python's own
 # allocations leak by design. -S leaves the package installed in .venv out: pykvq comes from build/sanitize/python.
 SANITIZED_TESTS := $(wildcard tests/model/test_tiers_*.py)
@@ -68,12 +76,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'tools/*.cpp')
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'native/*.cu' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tools/*.cpp')
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'tools/*.cpp')
+	$(BIN)/clang-format -i $$(git ls-files 'native/*.c' 'native/*.h' 'native/*.cpp' 'native/*.cu' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tools/*.cpp')
 
 # Do all patches apply to the pinned source? Prints every conflict at once.
 check-patches:
@@ -94,4 +102,10 @@ $(INSTALLED): $(VENV)/bin/python pyproject.toml CMakeLists.txt models/catalog.to
 # What pykvq-convert and plots need: torch is some gigabytes.
 $(TOOLS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev,tools]'
+	@touch $@
+
+# CUDA's compiler and headers: no driver, no toolkit.
+CUDA_WHEELS := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cublas
+$(GPU_TOOLS): $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CUDA_WHEELS:%='%==13.0.*')
 	@touch $@

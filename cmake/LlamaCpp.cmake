@@ -45,6 +45,11 @@ if(PYKVQ_PORTABLE)
     set(GGML_BACKEND_DL ON CACHE BOOL "" FORCE)
     set(GGML_CPU_ALL_VARIANTS ON CACHE BOOL "" FORCE)
 endif()
+if(PYKVQ_CUDA AND PYKVQ_HIP)
+    message(FATAL_ERROR "PYKVQ_CUDA and PYKVQ_HIP: one build has one of them, as both define the same symbols")
+endif()
+set(GGML_CUDA ${PYKVQ_CUDA} CACHE BOOL "" FORCE)
+set(GGML_HIP ${PYKVQ_HIP} CACHE BOOL "" FORCE)
 add_subdirectory(${PYKVQ_LLAMA_CPP_TREE} ${CMAKE_BINARY_DIR}/llama.cpp-build EXCLUDE_FROM_ALL)
 
 # Names of our own and no version suffix: a wheel holds no symbolic links, and a process may load another libllama too.

@@ -46,6 +46,7 @@ class BenchSettings:
     n_repeat: int = 5
     n_threads: int | None = None
     calibrate: str | os.PathLike[str] | None = None
+    n_gpu_layers: int = 0
 
 
 @dataclass
@@ -76,11 +77,13 @@ class _Kind:
     calibration: Path | None = None
     by_llama_cpp: bool = False
 
-    @property
-    def route(self) -> str:
-        if self.by_llama_cpp:
-            return "llama.cpp flash attention (cpu)"
-        return f"pykvq {'tiered ' if self.kv.is_tiered else ''}flash attention (cpu)"
+    def route(self, n_gpu_layers: int) -> str:
+        """Whose attention runs on what; on a GPU the formats of llama.cpp are its own."""
+        tiered = "tiered " if self.kv.is_tiered else ""
+        if n_gpu_layers:
+            own = self.kv.is_tiered or self.kv.tiers[0].type_k in ("q4_ve", "q2_t")
+            return f"{'pykvq' if own else 'llama.cpp'} {tiered}flash attention (gpu)"
+        return f"{'llama.cpp' if self.by_llama_cpp else 'pykvq'} {tiered}flash attention (cpu)"
 
 
 def bench(
@@ -94,7 +97,7 @@ def bench(
     Args:
         model_path: a GGUF file.
         settings: formats, depths (tokens in the cache), tokens to prefill and to generate, repeats, threads, and
-            calibrate, as for ``Llama``.
+            calibrate and n_gpu_layers, as for ``Llama``.
         progress: called with the share done (0 to 1) and what is next.
 
     Returns:
@@ -108,7 +111,7 @@ def bench(
     _check(settings)
     configs = [parse_kv_config(name) for name in settings.kv]
     rows: list[BenchRow] = []
-    with Model(model_path) as model:
+    with Model(model_path, n_gpu_layers=settings.n_gpu_layers) as model:
         kinds = [_Kind(BASELINE, parse_kv_config("f16"), by_llama_cpp=True)]
         for name, config in zip(settings.kv, configs, strict=True):
             kinds.append(_make_kind(model, model_path, name, config, settings))
@@ -173,7 +176,9 @@ def _bench_depth(
     report: Callable[[float, str], None],
 ) -> list[BenchRow]:
     n_ctx = max(_MIN_CTX, depth + max(settings.n_prefill, settings.n_gen) + _WARM_UP_TOKENS)
-    rows = [BenchRow(kind.name, depth, kind.route, kind.calibration is not None) for kind in kinds]
+    rows = [
+        BenchRow(kind.name, depth, kind.route(settings.n_gpu_layers), kind.calibration is not None) for kind in kinds
+    ]
     n_steps = len(kinds) * (1 + settings.n_repeat)
     with contextlib.ExitStack() as stack:
         contexts: dict[KVConfig, Context] = {}  # both F16 kernels read the same cache

@@ -34,7 +34,8 @@ class Llama(TextModel):
         kv_memory: with "auto": bytes, text such as "2GiB", or a fraction below 1 of the memory that is free now.
         n_sink: with tiers: first tokens of a sequence that keep the first tier's type.
         n_gpu_layers: layers kept on the GPU, -1 for all.
-        main_gpu: the GPU to use.
+        main_gpu: without effect, as layers are split over all GPUs, or those of device.
+        device: names of the GPUs to use, with commas between, such as "CUDA0" or "ROCm1"; "none"; None for all.
         vocab_only: load the tokenizer and the metadata only.
         use_mmap, use_mlock: map the file; keep it from being swapped.
         seed: where the seeds of calls that name none come from; -1 draws it.

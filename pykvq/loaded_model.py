@@ -22,7 +22,7 @@ from pykvq.kv_auto import AutomaticChoice, choose_format, parse_memory
 from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KV_TYPE_BITS, KVConfig, kv_presets, parse_kv_config
 from pykvq.measured import recall, warning
 from pykvq.predict import require_memory
-from pykvq.runtime import Context, Model
+from pykvq.runtime import Context, ContextInfo, Model
 from pykvq.speculative import Draft
 
 logger = logging.getLogger("pykvq")
@@ -33,6 +33,8 @@ RANDOM_SEED = 0xFFFFFFFF
 # limits of pykvq_context_create
 _MAX_N_CTX = 2**30
 _MAX_N_BATCH = 2**20
+_TYPE_KEYS = ("type_k", "type_v")
+_OWN_TYPES = {"q4_ve", "q2_t", "q4_ves", "q2_ts"}
 
 
 class LoadedModel:
@@ -52,6 +54,7 @@ class LoadedModel:
         n_sink: int = DEFAULT_SINKS,
         n_gpu_layers: int = 0,
         main_gpu: int = 0,
+        device: str | None = None,
         vocab_only: bool = False,
         use_mmap: bool = True,
         use_mlock: bool = False,
@@ -96,6 +99,7 @@ class LoadedModel:
         require_type("n_ubatch", n_ubatch, int, optional=True)
         n_ctx, n_batch, n_ubatch = int(n_ctx), int(n_batch), None if n_ubatch is None else int(n_ubatch)
         require_type("flash_attn", flash_attn, bool, optional=True)
+        require_type("device", device, str, optional=True)
         require_type("embedding", embedding, bool)
         require_type("chat_template", chat_template, str, optional=True)
         require_type("lora_path", lora_path, str, os.PathLike, optional=True)
@@ -127,6 +131,7 @@ class LoadedModel:
         model_params: dict[str, FieldValue] = {
             "n_gpu_layers": n_gpu_layers,
             "main_gpu": main_gpu,
+            "device": device,
             "use_mmap": use_mmap,
         }
         context_params: dict[str, FieldValue] = {
@@ -192,6 +197,12 @@ class LoadedModel:
                 calibration=None if self._calibration is None else os.fspath(self._calibration.path),
                 **context_params,
             )
+            if n_fallback := self._loaded_context.info.n_attention_fallback:
+                logger.warning(
+                    "the GPU does not compute attention over %s: the CPU does, for %d layers, which is slow",
+                    self._kv,
+                    n_fallback,
+                )
             if lora_path is not None:
                 self._loaded_context.add_lora(lora_path, lora_scale)
             # llama.cpp rounds the cells up to 256; who asks for fewer tokens gets no more
@@ -339,7 +350,8 @@ class LoadedModel:
                 what an error in its keys and values costs).
             measured: what ``pykvq.fidelity`` last said of this format on this model, None if it was never asked:
                 kld_mean, kld_sem (nats), same_top, ppl_change, nonfinite (shares), n_ctx, n_compared, float_weights.
-            flash_attn, attention_route: how attention is computed.
+            flash_attn, attention_route: how attention is computed, and where: on the CPU, or on a GPU and for how many
+                layers. It names layers on a GPU whose attention falls back to the CPU.
             compute_bytes: scratch memory of the computation.
         """
         info = self._context.read_info()
@@ -375,7 +387,7 @@ class LoadedModel:
             "calibration": _calibration_dict(self._calibration, info.calibration_bytes),
             "measured": self._measured,
             "flash_attn": info.flash_attn,
-            "attention_route": _attention_route(len(tiers), info.flash_attn),
+            "attention_route": _attention_route([str(tier[key]) for tier in tiers for key in _TYPE_KEYS], info),
             "compute_bytes": info.compute_bytes,
         }
 
@@ -487,8 +499,21 @@ def _calibration_dict(calibration: CalibrationInfo | None, n_bytes: int) -> dict
     }
 
 
-def _attention_route(n_tiers: int, flash_attn: bool) -> str:
-    if n_tiers > 1:
+def _attention_route(types: Sequence[str], info: ContextInfo) -> str:
+    """Whose attention runs where; types are those of the tiers' K and V, two a tier."""
+    tiered = len(types) > 2
+    if info.n_attention_device == 0:
+        route = _cpu_attention_route(tiered, info.flash_attn)
+        if info.n_attention_fallback:
+            route += f", for {info.n_attention_fallback} layers on a GPU that does not compute it"
+        return route
+    own = tiered or not _OWN_TYPES.isdisjoint(types)
+    owner = "pykvq tiered" if tiered else "pykvq" if own else "llama.cpp"
+    return f"{owner} flash attention (gpu, {info.n_attention_device} layers)"
+
+
+def _cpu_attention_route(tiered: bool, flash_attn: bool) -> str:
+    if tiered:
         return "pykvq tiered flash attention (cpu)"
     if not flash_attn:
         return "llama.cpp attention (cpu)"

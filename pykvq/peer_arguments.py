@@ -12,8 +12,8 @@ from pykvq.errors import UnsupportedArgumentError
 # method -> argument -> (the value that changes nothing, what to do)
 UNSUPPORTED: dict[str, dict[str, tuple[Any, str]]] = {
     "__init__": {
-        "split_mode": (1, "all layers that n_gpu_layers names go to main_gpu"),
-        "tensor_split": (None, "all layers that n_gpu_layers names go to main_gpu"),
+        "split_mode": (1, "layers are split over all GPUs, or those that device names"),
+        "tensor_split": (None, "layers are split by the GPUs' free memory: leave some out with device"),
         "kv_overrides": (None, "change the metadata in the file, with gguf's gguf_set_metadata"),
         "attention_type": (-1, "the model's own attention is used"),
         "lora_base": (None, "adapters are applied to the loaded weights: use lora_path and lora_scale alone"),

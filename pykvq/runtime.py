@@ -88,6 +88,8 @@ class ContextInfo:
     kv_elements: int
     compute_bytes: int
     flash_attn: bool
+    n_attention_device: int
+    n_attention_fallback: int
     can_shift: bool
     calibration_bytes: int
 
@@ -123,11 +125,12 @@ class Model(HandleOwner):
         ffi, lib = native.load()
         raw_path = encoded_path(path)
         native_params = ffi.new("pykvq_model_params *", lib.pykvq_model_default_params())
-        fill_struct(native_params, params)
+        keep_alive = fill_struct(native_params, params)
         guard = ProgressGuard(progress)
         native_params.progress, native_params.progress_data = guard.arguments()
         out = ffi.new("pykvq_model **")
         status = lib.pykvq_model_load(raw_path, native_params, out)
+        del keep_alive
         if guard.error is not None and status == 0:
             lib.pykvq_model_free(out[0])
         guard.check(status, format_error=ModelFileError)

@@ -3,6 +3,7 @@
 //
 //   bench-attention [--heads 9] [--kv-heads 3] [--dim 64] [--tokens 1] [--threads 2] [--repeat 7] [--depth 4096,...]
 //                   [--kind q4_ve]   only the kinds whose name holds this, and llama.cpp's F16
+//                   [--device gpu]   the first GPU; its measured copy speed is the measure then
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -30,6 +31,7 @@ struct options {
     int repeat       = 7;
     std::vector<int64_t> depths{ 4096, 16384 };
     std::string kind;
+    bool gpu = false;
 };
 
 struct tier {
@@ -44,8 +46,28 @@ struct kind {
 };
 
 // Enough layers that K and V do not stay in a cache, as in a model.
-constexpr int64_t MIN_BYTES  = 64 << 20;
-constexpr int64_t MAX_LAYERS = 64;
+constexpr int64_t MIN_BYTES     = 64 << 20;
+constexpr int64_t MIN_BYTES_GPU = 512 << 20;
+constexpr int64_t MAX_LAYERS    = 64;
+constexpr int64_t COPY_BYTES    = 1024 << 20;
+
+static ggml_backend_t new_backend(const options & o) {
+    if (!o.gpu) {
+        ggml_backend_t backend = ggml_backend_cpu_init();
+        ggml_backend_cpu_set_n_threads(backend, o.threads);
+        return backend;
+    }
+    ggml_backend_dev_t device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_GPU);
+    if (!device) {
+        std::fprintf(stderr, "no GPU: build with -DPYKVQ_CUDA=ON or -DPYKVQ_HIP=ON, and see docs/gpu.md\n");
+        std::exit(77);
+    }
+    return ggml_backend_dev_init(device, nullptr);
+}
+
+static double seconds_since(std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
 
 static const std::vector<kind> KINDS = {
     { "f16 (llama.cpp)", true, { { GGML_TYPE_F16, GGML_TYPE_F16, 0 } } },
@@ -73,14 +95,13 @@ public:
                 ggml_row_size(t.type_k, o.dim * o.kv_heads) + ggml_row_size(t.type_v, o.dim * o.kv_heads);
             kv_bytes += rows_of(k, t, depth) * (int64_t) row;
         }
-        n_layers = std::clamp<int64_t>(MIN_BYTES / kv_bytes, 1, MAX_LAYERS);
+        n_layers = std::clamp<int64_t>((o.gpu ? MIN_BYTES_GPU : MIN_BYTES) / kv_bytes, 1, MAX_LAYERS);
         ctx =
             ggml_init({ (size_t) (n_layers + 1) * 16 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true });
-        backend = ggml_backend_cpu_init();
-        ggml_backend_cpu_set_n_threads(backend, o.threads);
-        q     = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, o.dim, o.tokens, o.heads);
-        mask  = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, depth, o.tokens);
-        graph = ggml_new_graph(ctx);
+        backend = new_backend(o);
+        q       = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, o.dim, o.tokens, o.heads);
+        mask    = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, depth, o.tokens);
+        graph   = ggml_new_graph(ctx);
         for (int64_t l = 0; l < n_layers; l++) {
             add_layer(o, k, depth);
         }
@@ -99,7 +120,16 @@ public:
         setenv("PYKVQ_FLASH_ATTN", is_ggml ? "ggml" : "pykvq", 1);
         const auto start = std::chrono::steady_clock::now();
         ggml_backend_graph_compute(backend, graph);
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / (double) n_layers;
+        return seconds_since(start) / (double) n_layers;
+    }
+
+    bool is_supported() const {
+        for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+            if (!ggml_backend_supports_op(backend, ggml_graph_node(graph, i))) {
+                return false;
+            }
+        }
+        return true;
     }
 
     int64_t kv_bytes;  // of a layer
@@ -146,18 +176,21 @@ private:
         for (ggml_tensor * cache : caches) {
             const size_t row = cache->nb[1];
             const int64_t n  = std::min<int64_t>(cache->ne[1], (int64_t) values.size() / cache->ne[0]);
-            ggml_get_type_traits(cache->type)->from_float_ref(values.data(), cache->data, n * cache->ne[0]);
+            std::vector<char> bytes(ggml_nbytes(cache));
+            ggml_get_type_traits(cache->type)->from_float_ref(values.data(), bytes.data(), n * cache->ne[0]);
             for (int64_t i = n; i < cache->ne[1]; i++) {
-                std::memcpy((char *) cache->data + i * row, (const char *) cache->data + i % n * row, row);
+                std::memcpy(bytes.data() + i * row, bytes.data() + i % n * row, row);
             }
+            ggml_backend_tensor_set(cache, bytes.data(), 0, bytes.size());
         }
-        std::memcpy(q->data, values.data(), std::min(ggml_nbytes(q), values.size() * sizeof(float)));
-        ggml_fp16_t * m = (ggml_fp16_t *) mask->data;
+        ggml_backend_tensor_set(q, values.data(), 0, std::min(ggml_nbytes(q), values.size() * sizeof(float)));
+        std::vector<ggml_fp16_t> m;
         for (int64_t t = 0; t < o.tokens; t++) {
             for (int64_t i = 0; i < depth; i++) {
-                m[t * depth + i] = ggml_fp32_to_fp16(i <= depth - o.tokens + t ? 0.0f : -INFINITY);
+                m.push_back(ggml_fp32_to_fp16(i <= depth - o.tokens + t ? 0.0f : -INFINITY));
             }
         }
+        ggml_backend_tensor_set(mask, m.data(), 0, ggml_nbytes(mask));
     }
 
     bool is_ggml;
@@ -170,6 +203,26 @@ private:
     ggml_cgraph * graph;
     std::vector<ggml_tensor *> caches;
 };
+
+// Bytes a second that a device reads and writes in a copy of its own memory.
+static double copy_speed(const options & o) {
+    ggml_backend_t backend       = new_backend(o);
+    ggml_context * ctx           = ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true });
+    ggml_tensor * from           = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, COPY_BYTES);
+    ggml_tensor * to             = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, COPY_BYTES);
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
+    double best                  = INFINITY;
+    for (int i = 0; i < 5; i++) {
+        const auto start = std::chrono::steady_clock::now();
+        ggml_backend_tensor_copy(from, to);
+        ggml_backend_synchronize(backend);
+        best = std::min(best, seconds_since(start));
+    }
+    ggml_backend_buffer_free(buffer);
+    ggml_backend_free(backend);
+    ggml_free(ctx);
+    return 2.0 * COPY_BYTES / best;
+}
 
 static std::vector<kind> chosen_kinds(const options & o) {
     std::vector<kind> kinds;
@@ -203,6 +256,8 @@ static options parse(int argc, char ** argv) {
             o.threads = (int) value;
         } else if (name == "--repeat") {
             o.repeat = (int) value;
+        } else if (name == "--device") {
+            o.gpu = std::strcmp(argv[i + 1], "gpu") == 0;
         } else if (name == "--kind") {
             o.kind = argv[i + 1];
         } else if (name == "--depth") {
@@ -224,21 +279,34 @@ int main(int argc, char ** argv) {
     const std::vector<kind> kinds = chosen_kinds(o);
     std::printf("heads %d, KV heads %d, head dim %d, tokens %d, threads %d; medians of %d\n", (int) o.heads,
                 (int) o.kv_heads, (int) o.dim, (int) o.tokens, o.threads, o.repeat);
+    if (o.gpu) {
+        std::printf("a copy of %d MiB reads and writes %.0f GB/s\n", (int) (COPY_BYTES >> 20), 1e-9 * copy_speed(o));
+    }
     std::printf("%8s  %-18s %12s %8s %8s\n", "depth", "cache", "us a layer", "ratio", "GB/s");
     for (const int64_t depth : o.depths) {
         std::vector<std::unique_ptr<attention_graph>> graphs;
         std::vector<std::vector<double>> times(kinds.size());
-        for (const kind & k : kinds) {
-            graphs.push_back(std::make_unique<attention_graph>(o, k, depth));
+        for (size_t i = 0; i < kinds.size(); i++) {
+            graphs.push_back(std::make_unique<attention_graph>(o, kinds[i], depth));
+            if (!graphs.back()->is_supported()) {
+                std::printf("%8d  %-18s not computed by this device\n", (int) depth, kinds[i].name);
+                graphs.back().reset();
+                continue;
+            }
             graphs.back()->run();  // warm-up
         }
         for (int r = 0; r < o.repeat; r++) {
             for (size_t i = 0; i < kinds.size(); i++) {
-                times[i].push_back(graphs[i]->run());
+                if (graphs[i]) {
+                    times[i].push_back(graphs[i]->run());
+                }
             }
         }
         const double base = median(times[0]);
         for (size_t i = 0; i < kinds.size(); i++) {
+            if (!graphs[i]) {
+                continue;
+            }
             const double t = median(times[i]);
             std::printf("%8d  %-18s %12.1f %8.2f %8.2f\n", (int) depth, kinds[i].name, 1e6 * t, base / t,
                         (double) graphs[i]->kv_bytes / t * 1e-9);

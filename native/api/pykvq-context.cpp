@@ -436,22 +436,25 @@ void pykvq_context_get_info(const pykvq_context * context, pykvq_context_info * 
     const llama_context * ctx       = context->ctx;
     const kvq_context_memory memory = kvq_context_get_memory(ctx);
     const llama_memory_t kv         = llama_get_memory(ctx);
+    const kvq_attention_use use     = kvq_context_get_attention_use(ctx);
 
-    *info                   = {};
-    info->n_ctx             = (int32_t) llama_n_ctx(ctx);
-    info->n_ctx_seq         = (int32_t) llama_n_ctx_seq(ctx);
-    info->n_batch           = (int32_t) llama_n_batch(ctx);
-    info->n_ubatch          = (int32_t) llama_n_ubatch(ctx);
-    info->n_seq_max         = (int32_t) llama_n_seq_max(ctx);
-    info->n_threads         = llama_n_threads(context->ctx);
-    info->n_threads_batch   = llama_n_threads_batch(context->ctx);
-    info->kv_bytes          = memory.kv_bytes;
-    info->kv_bytes_f16      = memory.kv_bytes_f16;
-    info->kv_elements       = memory.kv_elements;
-    info->compute_bytes     = memory.compute_bytes;
-    info->flash_attn        = memory.flash_attn;
-    info->can_shift         = kv && llama_memory_can_shift(kv);
-    info->calibration_bytes = context->calibration_bytes;
+    *info                      = {};
+    info->n_ctx                = (int32_t) llama_n_ctx(ctx);
+    info->n_ctx_seq            = (int32_t) llama_n_ctx_seq(ctx);
+    info->n_batch              = (int32_t) llama_n_batch(ctx);
+    info->n_ubatch             = (int32_t) llama_n_ubatch(ctx);
+    info->n_seq_max            = (int32_t) llama_n_seq_max(ctx);
+    info->n_threads            = llama_n_threads(context->ctx);
+    info->n_threads_batch      = llama_n_threads_batch(context->ctx);
+    info->kv_bytes             = memory.kv_bytes;
+    info->kv_bytes_f16         = memory.kv_bytes_f16;
+    info->kv_elements          = memory.kv_elements;
+    info->compute_bytes        = memory.compute_bytes;
+    info->flash_attn           = memory.flash_attn;
+    info->n_attention_device   = use.n_device;
+    info->n_attention_fallback = use.n_fallback;
+    info->can_shift            = kv && llama_memory_can_shift(kv);
+    info->calibration_bytes    = context->calibration_bytes;
 }
 
 int32_t pykvq_context_tier_count(const pykvq_context * context) {

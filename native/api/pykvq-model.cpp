@@ -1,3 +1,4 @@
+#include "ggml-backend.h"
 #include "kvq-llama.h"
 #include "pykvq-guard.h"
 
@@ -5,7 +6,10 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <sstream>
+#include <string>
 #include <system_error>
+#include <vector>
 
 namespace fs = std::filesystem;
 
@@ -30,6 +34,33 @@ llama_model_params to_llama_params(const pykvq_model_params & params) {
     result.progress_callback           = params.progress;
     result.progress_callback_user_data = params.progress_data;
     return result;
+}
+
+std::string join_gpu_names() {
+    std::string names;
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        ggml_backend_dev_t dev = ggml_backend_dev_get(i);
+        if (ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+            names += (names.empty() ? "" : ", ") + std::string(ggml_backend_dev_name(dev));
+        }
+    }
+    return names.empty() ? "none" : names;
+}
+
+// As llama_model_params wants them, with a NULL behind the last.
+std::vector<ggml_backend_dev_t> find_devices(const std::string & names) {
+    std::vector<ggml_backend_dev_t> devices;
+    std::stringstream list(names);
+    for (std::string name; names != "none" && std::getline(list, name, ',');) {
+        ggml_backend_dev_t dev = ggml_backend_dev_by_name(name.c_str());
+        if (!dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "device is '%s': there is no such GPU; known are: %s",
+                        name.c_str(), join_gpu_names().c_str());
+        }
+        devices.push_back(dev);
+    }
+    devices.push_back(nullptr);
+    return devices;
 }
 
 // Wraps the user's progress callback to remember whether it was what stopped the load.
@@ -111,7 +142,7 @@ void pykvq_require_gguf(const char * path) {
 }
 
 pykvq_model_params pykvq_model_default_params(void) {
-    return { -1, 0, true, false, false, false, false, nullptr, nullptr };
+    return { -1, 0, nullptr, true, false, false, false, false, nullptr, nullptr };
 }
 
 pykvq_status pykvq_model_load(const char * path, const pykvq_model_params * params, pykvq_model ** model) {
@@ -125,6 +156,11 @@ pykvq_status pykvq_model_load(const char * path, const pykvq_model_params * para
         llama_model_params llama_params          = to_llama_params(*params);
         llama_params.progress_callback           = on_progress;
         llama_params.progress_callback_user_data = &progress;
+        std::vector<ggml_backend_dev_t> devices;
+        if (params->device) {
+            devices              = find_devices(params->device);
+            llama_params.devices = devices.data();
+        }
 
         auto result   = std::make_unique<pykvq_model>();
         result->path  = path;

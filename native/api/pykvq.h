@@ -92,6 +92,7 @@ PYKVQ_API void pykvq_log_set(pykvq_log_fn fn, void * user_data, int32_t min_leve
 typedef struct pykvq_model_params {
     int32_t n_gpu_layers;  // layers kept on the GPU, -1 = all
     int32_t main_gpu;      // the device for everything when split over none
+    const char * device;   // names of the GPUs to use, with commas between, as "CUDA0"; "none"; NULL: all
     bool use_mmap;         // map the file instead of reading it
     bool use_mlock;        // keep the weights from being swapped
     bool vocab_only;       // tokenizer and metadata only, no weights
@@ -228,8 +229,10 @@ typedef struct pykvq_context_info {
     int64_t kv_elements;    // elements of K and V together
     int64_t compute_bytes;  // scratch for the graphs
     bool flash_attn;
-    bool can_shift;             // positions can be moved (context shift)
-    int64_t calibration_bytes;  // memory of the transforms of a calibration, 0 without
+    int32_t n_attention_device;    // layers whose attention runs on a GPU
+    int32_t n_attention_fallback;  // layers on a GPU whose attention it does not compute: the CPU does
+    bool can_shift;                // positions can be moved (context shift)
+    int64_t calibration_bytes;     // memory of the transforms of a calibration, 0 without
 } pykvq_context_info;
 
 PYKVQ_API pykvq_context_params pykvq_context_default_params(void);

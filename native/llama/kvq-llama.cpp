@@ -261,3 +261,49 @@ bool kvq_model_tensor_is_as_in_file(const llama_model * model, const char * name
     }
     return false;
 }
+
+// Whether a device computes attention of one token over tiers of these types.
+static bool kvq_device_attends(ggml_backend_dev_t dev, const llama_hparams & hparams, uint32_t il,
+                               const std::vector<kvq_tier_use> & tiers) {
+    constexpr int64_t n_rows = 256;
+    const ggml_context_ptr holder(ggml_init({ 32 * ggml_tensor_overhead(), nullptr, true }));
+    ggml_context * ctx = holder.get();
+    const auto rows    = [&](ggml_type type, int64_t dim) {
+        return ggml_new_tensor_3d(ctx, type, GGML_PAD(dim, ggml_blck_size(type)), n_rows, hparams.n_head_kv(il));
+    };
+    const int64_t dk   = hparams.n_embd_head_k(il);
+    const int64_t dv   = hparams.n_embd_head_v(il);
+    ggml_tensor * q    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, dk, 1, hparams.n_head(il));
+    ggml_tensor * mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_rows * (int64_t) tiers.size(), 1);
+    ggml_tensor * op   = ggml_flash_attn_ext(ctx, q, rows(tiers[0].type_k, dk), rows(tiers[0].type_v, dv), mask, 1.0f,
+                                             hparams.f_max_alibi_bias, 0.0f);
+    for (size_t t = 1; t < tiers.size(); t++) {
+        op->src[3 + 2 * t] = rows(tiers[t].type_k, dk);
+        op->src[4 + 2 * t] = rows(tiers[t].type_v, dv);
+    }
+    return ggml_backend_dev_supports_op(dev, op);
+}
+
+kvq_attention_use kvq_context_get_attention_use(const llama_context * ctx) {
+    kvq_attention_use use        = { 0, 0 };
+    const llama_model & model    = ctx->get_model();
+    const llama_kv_cache * cache = kvq_memory_cache(llama_get_memory(ctx));
+    if (!cache || !ctx->get_cparams().offload_kqv || !ctx->get_cparams().flash_attn || model.hparams.is_mla()) {
+        return use;
+    }
+    std::vector<kvq_tier_use> tiers = kvq_tiers::get_use_of(*cache);
+    if (tiers.empty()) {
+        tiers.push_back({ cache->type_k(), cache->type_v(), 0, 0, 0, 0 });
+    }
+    for (uint32_t il = 0; il < model.hparams.n_layer(); il++) {
+        ggml_backend_dev_t dev = model.dev_layer((int) il);
+        if (!kvq_layer_has_kv(model.hparams, il) || !dev ||
+            ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+            continue;
+        }
+        const bool windowed = model.hparams.is_swa(il);  // not tiered
+        const auto of_layer = windowed ? std::vector<kvq_tier_use>(tiers.begin(), tiers.begin() + 1) : tiers;
+        (kvq_device_attends(dev, model.hparams, il, of_layer) ? use.n_device : use.n_fallback)++;
+    }
+    return use;
+}

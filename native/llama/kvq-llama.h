@@ -61,3 +61,12 @@ LLAMA_API void kvq_context_apply_pending(llama_context * ctx);
 
 // The tiers of a context's cache, empty if it has none.
 LLAMA_API std::vector<kvq_tier_use> kvq_context_get_tiers(const llama_context * ctx);
+
+// Layers whose attention runs on a GPU, and those on a GPU whose attention runs on the CPU, since the GPU's backend does not
+// compute it.
+struct kvq_attention_use {
+    int32_t n_device;
+    int32_t n_fallback;
+};
+
+LLAMA_API kvq_attention_use kvq_context_get_attention_use(const llama_context * ctx);

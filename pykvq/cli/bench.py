@@ -28,6 +28,7 @@ def _command(
     gen: Annotated[int, typer.Option("--gen", metavar="N", help="Tokens to generate.")] = 64,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Rounds; medians are told.")] = 5,
     threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="[default: all cores]")] = None,
+    n_gpu_layers: Annotated[int, typer.Option("--n-gpu-layers", metavar="N", help="Layers on the GPU; -1: all.")] = 0,
     calibration: Annotated[
         str | None, typer.Option("--calibration", metavar="FILE|never", help="[default: the model's own]")
     ] = None,
@@ -47,6 +48,7 @@ def _command(
         n_repeat=repeat,
         n_threads=threads,
         calibrate=calibration,
+        n_gpu_layers=n_gpu_layers,
     )
     figure = new_plot(plot) if plot is not None else None
     with progress_bar("measuring") as report:

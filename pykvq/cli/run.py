@@ -42,6 +42,7 @@ class Options:
     system: str | None
     threads: int | None
     n_gpu_layers: int
+    device: str | None
     chat: bool
     json: bool
     verbose: bool
@@ -94,6 +95,9 @@ def _command(
         int | None, typer.Option("--threads", metavar="N", help="Threads. [default: the physical cores]")
     ] = None,
     n_gpu_layers: Annotated[int, typer.Option("--n-gpu-layers", metavar="N", help="Layers on the GPU; -1: all.")] = 0,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME,...", help="The GPUs to use, as CUDA0. [default: all]")
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send PROMPT as a user message through the model's chat template.")
     ] = False,
@@ -135,6 +139,7 @@ def _command(
         system=system,
         threads=threads,
         n_gpu_layers=n_gpu_layers,
+        device=device,
         chat=chat,
         json=as_json,
         verbose=verbose,
@@ -174,6 +179,7 @@ def _load(options: Options) -> Llama:
             n_ctx=options.ctx,
             n_threads=options.threads,
             n_gpu_layers=options.n_gpu_layers,
+            device=options.device,
             seed=options.seed,
             verbose=options.verbose,
             progress=show_load,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pykvq import AbortedError, Llama, ModelFileError, OutOfMemoryError, StateError, native
+from pykvq import AbortedError, InvalidArgumentError, Llama, ModelFileError, OutOfMemoryError, StateError, native
 from pykvq.kv_config import KV_TYPE_BITS
 from pykvq.runtime import Model
 
@@ -33,6 +33,13 @@ def test_kv_info_reports_real_bytes(smollm2_path):
     assert info["compute_bytes"] > 0
     assert info["flash_attn"]
     assert info["attention_route"] == "pykvq flash attention (cpu)"
+
+
+def test_a_device_that_is_not_there_is_named(smollm2_path):
+    with pytest.raises(InvalidArgumentError, match="device is 'CUDA97': there is no such GPU; known are: "):
+        Llama(smollm2_path, device="CUDA97", calibrate="never")
+    with Llama(smollm2_path, device="none", n_gpu_layers=-1, n_ctx=256, calibrate="never") as llm:
+        assert "(cpu)" in llm.kv_info()["attention_route"]
 
 
 def test_information_about_the_model(llm):

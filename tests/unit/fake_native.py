@@ -56,6 +56,8 @@ class FakeContext:
 class FakeLib:
     """The functions of pykvq.h that the package calls."""
 
+    attention_layers = (0, 0)  # on a GPU, and on a GPU but computed by the CPU
+
     def __init__(self):
         self.replies = deque()
         self.last_error = b""
@@ -224,6 +226,7 @@ class FakeLib:
         info.kv_bytes_f16 = 2 * info.kv_elements
         info.kv_bytes = info.kv_elements * 17 // 32
         info.flash_attn = True
+        info.n_attention_device, info.n_attention_fallback = self.attention_layers
 
     def pykvq_context_tier_count(self, pointer):
         return len(self._get(pointer).tiers)

@@ -445,6 +445,23 @@ def test_kv_info(llm):
     assert info["n_ctx"] == 256
 
 
+@pytest.mark.parametrize(
+    ("kv_quant", "layers", "route"),
+    [
+        ("ultra4", (22, 0), "pykvq tiered flash attention (gpu, 22 layers)"),
+        ("q4_ve", (22, 0), "pykvq flash attention (gpu, 22 layers)"),
+        ("q8_0", (10, 0), "llama.cpp flash attention (gpu, 10 layers)"),
+        ("ultra4", (0, 3), "pykvq tiered flash attention (cpu), for 3 layers on a GPU that does not compute it"),
+    ],
+)
+def test_attention_route_on_a_gpu(lib, model_path, caplog, kv_quant, layers, route):
+    lib.attention_layers = layers
+    with Llama(model_path, kv_quant=kv_quant, n_ctx=256) as llm:
+        assert llm.kv_info()["attention_route"] == route
+    warnings = [record.message for record in caplog.records if "the GPU does not compute attention" in record.message]
+    assert len(warnings) == (layers[1] > 0)
+
+
 def test_kv_info_without_tiers(lib, model_path, monkeypatch):
     with Llama(model_path, kv_quant="q8_0", n_ctx=256) as llm:
         llm.eval([1, 2, 3])
