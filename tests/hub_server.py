@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import threading
-import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -30,7 +29,7 @@ class HubServer:
     sizes: dict[str, int] = field(default_factory=dict)  # what is said of a file's size, if not the truth
     files_at: str | None = None  # another server, which downloads are sent to
     headers: dict[str, str] = field(default_factory=dict)  # of every answer
-    pause: float = 0.0  # seconds between pieces of a download
+    hold: threading.Event | None = None  # two thirds of a download come at once, the rest when it is set
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # (method, path, range)
     tokens: list[str | None] = field(default_factory=list)
 
@@ -128,13 +127,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(206 if start else 200, body, headers, cut)
 
     def _write(self, body: bytes) -> None:
-        if not self.hub.pause:
-            self.wfile.write(body)
-            return
+        hold = self.hub.hold if len(body) > 1_000_000 else None  # descriptions are not held
+        at_once = len(body) if hold is None else len(body) * 2 // 3
         with contextlib.suppress(ConnectionError):  # the client was killed
-            for start in range(0, len(body), 100_000):
-                self.wfile.write(body[start : start + 100_000])
-                time.sleep(self.hub.pause)
+            self.wfile.write(body[:at_once])
+            if hold is not None:
+                hold.wait(60)
+                self.wfile.write(body[at_once:])
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: int | None = None) -> None:
         self.send_response(status)

@@ -143,6 +143,6 @@ def test_what_only_looks_like_a_call_is_not_folded(text):
     ],
 )
 def test_large_answers_take_little_time(text):
-    started = time.process_time()  # whatever else the machine does
+    started = time.process_time()
     to_blocks(text)
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 30  # what is quadratic in these takes minutes

@@ -261,17 +261,17 @@ sys.exit(main(["pull", "hf:org/repo"]))
 
 @contextlib.contextmanager
 def pulling_processes(server, n):
-    """Processes that pull slowly, once one of them has half of the file."""
-    server.pause = 0.05
+    """Processes that pull, held when one of them has half of the file until the server's ``hold`` is set."""
+    server.hold = threading.Event()
     started = [subprocess.Popen([sys.executable, "-c", PULL], stdout=subprocess.PIPE) for _ in range(n)]
     deadline = time.monotonic() + 60
     while sum(path.stat().st_size for path in hub.models_dir().rglob("*.part")) < len(CONTENT) // 2:
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
-    server.pause = 0
     try:
         yield started
     finally:
+        server.hold.set()
         for process in started:
             process.kill()
             process.communicate()
@@ -293,6 +293,7 @@ def test_a_pull_that_was_killed_goes_on(server, number):
 
 def test_two_processes_that_pull_at_once_fetch_once(server):
     with pulling_processes(server, 2) as processes:
+        server.hold.set()
         for process in processes:
             assert process.communicate(timeout=60)[0].decode() == f"{hub.models_dir() / 'org' / 'repo' / NAME}\n"
             assert process.returncode == 0

@@ -87,9 +87,9 @@ def test_a_first_call_that_was_cut_is_shown():
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '[{"a":' * 100_000, "[] " * 200_000])
 def test_many_brackets_are_text_and_take_little_time(text):
-    started = time.process_time()  # whatever else the machine does
+    started = time.process_time()
     assert read(LLAMA_3, text) == (text, [])
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 30  # what is quadratic in these takes minutes
 
 
 def test_text_is_not_held_back_longer_than_needed():
