@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,13 +197,9 @@ def _read_calls(text: str, arguments_key: str) -> list[ToolCall]:
     if named:
         text = json.dumps({"name": named[1]})[:-1] + f', "{arguments_key}": {named[2]}}}'
     values: list[Any] = []
-    decoder = json.JSONDecoder()
-    position = 0
     try:
-        while position < len(text):
-            value, position = decoder.raw_decode(text, position)
+        for value in _json_values(text):
             values += value if isinstance(value, list) else [value]
-            position = _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]
     except (ValueError, RecursionError):  # the latter for thousands of brackets
         return []
     calls = [_read_call(value, arguments_key) for value in values]
@@ -212,18 +209,23 @@ def _read_calls(text: str, arguments_key: str) -> list[ToolCall]:
 def _read_calls_before_cut(text: str, arguments_key: str) -> list[ToolCall]:
     """The complete calls at the start of a list of calls, with or without its bracket."""
     calls: list[ToolCall] = []
+    with contextlib.suppress(ValueError, RecursionError):
+        for value in _json_values(text.strip().removeprefix("[")):
+            call = _read_call(value, arguments_key)
+            if call is None:
+                break
+            calls.append(call)
+    return calls
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """The JSON values that a text is, with spaces, commas or semicolons between; ValueError where it is none."""
     decoder = json.JSONDecoder()
-    rest = text.strip().removeprefix("[")
-    while True:
-        try:
-            value, end = decoder.raw_decode(rest)
-        except ValueError:
-            return calls
-        call = _read_call(value, arguments_key)
-        if call is None:
-            return calls
-        calls.append(call)
-        rest = rest[end:].lstrip(" \n\r\t;,")
+    position = 0
+    while position < len(text):
+        value, position = decoder.raw_decode(text, position)
+        yield value
+        position = _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]
 
 
 def _read_call(value: Any, arguments_key: str) -> ToolCall | None:

@@ -81,6 +81,11 @@ def test_a_required_call_that_was_cut_is_no_text(format, first, cut, size):
     assert read(format, first + second, size, required=True) == ("", [("add", {"a": 1})])
 
 
+def test_a_required_call_of_many_brackets_is_text():
+    text = '[{"a":' * 100_000
+    assert read(LLAMA_3, text, required=True) == (text, [])
+
+
 def test_a_first_call_that_was_cut_is_shown():
     assert read(HERMES, '<tool_call>\n{"na', required=True) == ('<tool_call>\n{"na', [])
 
