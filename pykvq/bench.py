@@ -22,7 +22,7 @@ import numpy as np
 from pykvq.calibration.automatic import calibration_for
 from pykvq.errors import InvalidArgumentError
 from pykvq.files import sha256_of
-from pykvq.kv_config import KVConfig, parse_kv_config
+from pykvq.kv_config import OWN_TYPES, KVConfig, parse_kv_config
 from pykvq.runtime import Context, Model
 from pykvq.sample_text import sample_text
 
@@ -81,7 +81,7 @@ class _Kind:
         """Whose attention runs on what; on a GPU the formats of llama.cpp are its own."""
         tiered = "tiered " if self.kv.is_tiered else ""
         if n_gpu_layers:
-            own = self.kv.is_tiered or self.kv.tiers[0].type_k in ("q4_ve", "q2_t")
+            own = self.kv.is_tiered or self.kv.tiers[0].type_k in OWN_TYPES
             return f"{'pykvq' if own else 'llama.cpp'} {tiered}flash attention (gpu)"
         return f"{'llama.cpp' if self.by_llama_cpp else 'pykvq'} {tiered}flash attention (cpu)"
 

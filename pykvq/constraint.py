@@ -165,7 +165,7 @@ def _tokenizer(model: Model) -> llguidance.LLTokenizer:
         found = _TOKENIZERS.get(model)
         if found is None:
             vocabulary = _Vocabulary(model)
-            ends = [i for i in range(model.info.n_vocab) if model.is_eog(i)]
+            ends = model.eog_tokens()
             wrapper = llguidance.TokenizerWrapper(vocabulary)
             found = llguidance.LLTokenizer(wrapper, n_vocab=model.info.n_vocab, eos_token=ends)
             _TOKENIZERS[model] = found

@@ -28,7 +28,7 @@ KV_TYPE_BITS = {
 # numbers of ggml's types
 _GGML_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl", 30: "bf16"}
 # types that a calibration serves, and what holds keys in their place when it sorts them
-_OWN_TYPES = ("q4_ve", "q2_t", "q4_ves", "q2_ts")
+OWN_TYPES = ("q4_ve", "q2_t", "q4_ves", "q2_ts")
 _SPECTRAL_KEYS = {"q4_ve": "q4_ves", "q2_t": "q2_ts"}
 _FLOAT_TYPES = ("f32", "f16", "bf16")
 _WINDOW_TYPES = ("f16", "bf16")
@@ -93,7 +93,7 @@ class KVConfig:
     @property
     def uses_calibration(self) -> bool:
         """Whether a calibration makes a difference: a tier is of a type of our own."""
-        return any({tier.type_k, tier.type_v} & set(_OWN_TYPES) for tier in self.tiers)
+        return any({tier.type_k, tier.type_v} & set(OWN_TYPES) for tier in self.tiers)
 
     def takes_calibration(self, choice: str | os.PathLike[str] | None = None) -> bool:
         """Whether a load with this ``calibrate`` uses a calibration, which is made if need be; see ``Llama``."""

@@ -19,7 +19,15 @@ from pykvq.embedding import MAX_BATCH_TEXTS
 from pykvq.errors import ChatTemplateError, ContextFullError, InvalidArgumentError, UnsupportedModelError
 from pykvq.handles import FieldValue, ProgressCallback
 from pykvq.kv_auto import AutomaticChoice, choose_format, parse_memory
-from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KV_TYPE_BITS, KVConfig, kv_presets, parse_kv_config
+from pykvq.kv_config import (
+    DEFAULT_PRESET,
+    DEFAULT_SINKS,
+    KV_TYPE_BITS,
+    OWN_TYPES,
+    KVConfig,
+    kv_presets,
+    parse_kv_config,
+)
 from pykvq.measured import recall, warning
 from pykvq.predict import require_memory
 from pykvq.runtime import Context, ContextInfo, Model
@@ -34,7 +42,6 @@ RANDOM_SEED = 0xFFFFFFFF
 _MAX_N_CTX = 2**30
 _MAX_N_BATCH = 2**20
 _TYPE_KEYS = ("type_k", "type_v")
-_OWN_TYPES = {"q4_ve", "q2_t", "q4_ves", "q2_ts"}
 
 
 class LoadedModel:
@@ -507,7 +514,7 @@ def _attention_route(types: Sequence[str], info: ContextInfo) -> str:
         if info.n_attention_fallback:
             route += f", for {info.n_attention_fallback} layers on a GPU that does not compute it"
         return route
-    own = tiered or not _OWN_TYPES.isdisjoint(types)
+    own = tiered or not set(OWN_TYPES).isdisjoint(types)
     owner = "pykvq tiered" if tiered else "pykvq" if own else "llama.cpp"
     return f"{owner} flash attention (gpu, {info.n_attention_device} layers)"
 

@@ -215,6 +215,10 @@ class Model(HandleOwner):
         with self._handle.use() as model:
             return bool(lib.pykvq_token_is_eog(model, token))
 
+    def eog_tokens(self) -> list[int]:
+        """All tokens that end generation."""
+        return [token for token in range(self.info.n_vocab) if self.is_eog(token)]
+
     def is_control(self, token: int) -> bool:
         """Whether a token is a control token, whose text is not meant to be shown."""
         _, lib = native.load()

@@ -38,7 +38,7 @@ def write_texts(
     start = model.info.token_bos if model.info.token_bos >= 0 else model.info.token_eos
     texts = [[max(start, 0)] for _ in range(n_texts)]
     sequences = range(n_texts)
-    ending = [token for token in range(model.info.n_vocab) if model.is_eog(token)]
+    ending = model.eog_tokens()
     context = Context(
         model,
         parse_kv_config("f16"),
