@@ -229,8 +229,8 @@ static int64_t kvq_calibration_bytes(const llama_context * ctx, bool on_device) 
         }
         const int64_t n_head = model.hparams.n_head_kv(il);
         const auto add       = [&](int64_t dim, int64_t n_vectors) {
-            const bool half = !on_device && n_head > 1 && dim % 16 == 0;
-            bytes += n_head * dim * (2 * dim * (half ? 2 : 4) + n_vectors * 4);
+            const size_t value = ggml_type_size(kvq_transform::matrix_type(!on_device, dim, n_head));
+            bytes += n_head * dim * (2 * dim * (int64_t) value + n_vectors * (int64_t) sizeof(float));
         };
         add(model.hparams.n_embd_head_k(il), 1);
         add(model.hparams.n_embd_head_v(il), 2);

@@ -101,9 +101,9 @@ struct kvq_transform_reader {
                             ggml_tensor *& target) {
         const std::vector<int64_t> shape = { dim, dim, n_head };
         request wish                     = { &target, name, shape, read_values(il, name, shape) };
-        // as the CPU's product of heads takes it: a generated token reads all matrices, half the bytes in F16
-        if (ggml_backend_buft_is_host(type) && n_head > 1 && dim % 16 == 0 && round_to_half(wish.values, dim)) {
-            wish.type = GGML_TYPE_F16;
+        const ggml_type best             = kvq_transform::matrix_type(ggml_backend_buft_is_host(type), dim, n_head);
+        if (best == GGML_TYPE_F16 && round_to_half(wish.values, dim)) {
+            wish.type = best;
         }
         return wanted[type].emplace_back(std::move(wish));
     }

@@ -24,6 +24,12 @@ public:
     // Reads a calibration file and checks it against the model. Throws std::runtime_error with what is wrong.
     static std::shared_ptr<const kvq_transform> load(const std::string & path, const llama_model * model, bool offload);
 
+    // How matrices of a layer are kept, if half precision holds them: a generated token reads all of them, and the CPU's product
+    // of heads takes F16.
+    static ggml_type matrix_type(bool on_host, int64_t dim, int64_t n_head_kv) {
+        return on_host && n_head_kv > 1 && dim % 16 == 0 ? GGML_TYPE_F16 : GGML_TYPE_F32;
+    }
+
     // Whether keys are dealt to the classes of the spectral key types.
     bool has_spectral_keys() const { return spectral_keys; }
     size_t n_bytes() const;
