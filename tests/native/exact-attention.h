@@ -15,6 +15,15 @@
 #include <string>
 #include <vector>
 
+constexpr ggml_type F16    = GGML_TYPE_F16;
+constexpr ggml_type BF16   = GGML_TYPE_BF16;
+constexpr ggml_type Q8_0   = GGML_TYPE_Q8_0;
+constexpr ggml_type Q4_0   = GGML_TYPE_Q4_0;
+constexpr ggml_type Q4_VE  = GGML_TYPE_Q4_VE;
+constexpr ggml_type Q2_T   = GGML_TYPE_Q2_T;
+constexpr ggml_type Q4_VES = GGML_TYPE_Q4_VES;
+constexpr ggml_type Q2_TS  = GGML_TYPE_Q2_TS;
+
 enum class mask_kind {
     open,          // everything is visible
     causal,        // the last n_tokens cells are the tokens' own

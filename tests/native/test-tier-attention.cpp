@@ -136,16 +136,8 @@ static void test_case(const attention_case & c) {
     worst = std::max(worst, error);
 }
 
-static const ggml_type F32    = GGML_TYPE_F32;
-static const ggml_type F16    = GGML_TYPE_F16;
-static const ggml_type BF16   = GGML_TYPE_BF16;
-static const ggml_type Q8_0   = GGML_TYPE_Q8_0;
-static const ggml_type Q4_0   = GGML_TYPE_Q4_0;
-static const ggml_type Q5_1   = GGML_TYPE_Q5_1;
-static const ggml_type Q4_VE  = GGML_TYPE_Q4_VE;
-static const ggml_type Q2_T   = GGML_TYPE_Q2_T;
-static const ggml_type Q4_VES = GGML_TYPE_Q4_VES;
-static const ggml_type Q2_TS  = GGML_TYPE_Q2_TS;
+static const ggml_type F32  = GGML_TYPE_F32;
+static const ggml_type Q5_1 = GGML_TYPE_Q5_1;
 
 static void test_types() {
     const std::vector<std::vector<tier_shape>> mixes = {
