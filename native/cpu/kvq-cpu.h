@@ -33,8 +33,9 @@ void kvq_vec_dot_q2_ts_q8_0(int n, float * s, size_t bs, const void * x, size_t 
 bool kvq_mul_heads_supported(const struct ggml_tensor * dst);
 void kvq_compute_forward_mul_heads(const struct ggml_compute_params * params, struct ggml_tensor * dst);
 
-// The same with the GGML_OP_SUB of a mean before or the GGML_OP_ADD of one after, a vector a matrix [dim, 1, n_matrix]: computes
-// both if node i of the graph is the first of two such nodes. Returns how many nodes after node i are done with it.
+// If node i of the graph begins such a product, computes it, also with the GGML_OP_SUB of a mean before or the GGML_OP_ADD of
+// one after, a vector a matrix [dim, 1, n_matrix], and the next products with it that do not depend on it. Returns how many
+// nodes after node i are done too: 0 also for a product alone, which is then to be computed as any node.
 int kvq_fuse_mul_heads(const struct ggml_cgraph * graph, int i, const struct ggml_compute_params * params);
 
 // GGML_OP_FLASH_ATTN_EXT. K and V may go on in src[5] and src[6], src[7] and src[8], src[9] and src[10]: the tiers of one

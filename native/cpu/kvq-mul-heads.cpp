@@ -1,6 +1,7 @@
 // Products of a matrix a head and that head's vectors: the transforms around a calibrated KV cache. ggml's own kernel takes
 // one dot product at a time, and wants the vectors copied together. A mean that is taken from the vectors before or added to
-// the result after is taken along: as a node of its own it costs a barrier, at one token more than the product.
+// the result after is taken along: as a node of its own it costs a barrier, at one token more than the product. Products that
+// follow one another and do not need each other share one barrier for the same reason.
 
 #include "ggml-cpu-impl.h"
 #include "ggml-impl.h"
@@ -9,6 +10,7 @@
 #include "simd-mappings.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace kvq {
 namespace {
@@ -17,6 +19,7 @@ constexpr int64_t MAX_DIM       = 512;
 constexpr int64_t MIN_TURNED    = 16;  // tokens from which on it pays to turn the rows of a matrix into columns
 constexpr int64_t TOKENS_A_UNIT = 64;
 constexpr int AT_ONCE           = 8;
+constexpr int MAX_FUSED         = 3;  // queries, values and keys
 
 vfloat load(const ggml_fp16_t * x) {
 #if defined(KVQ_AVX512)
@@ -209,43 +212,76 @@ bool overlap(const ggml_tensor * a, const ggml_tensor * b) {
     return a_data < b_data + ggml_nbytes(b) && b_data < a_data + ggml_nbytes(a);
 }
 
+// A product as the graph has it, and the last node that is done with it.
+struct planned_product {
+    product p;
+    const ggml_tensor * dst;
+    int last;
+};
+
 // x - mean, then the product
-int fuse_before(const ggml_cgraph * graph, int i, const ggml_compute_params * params) {
+std::optional<planned_product> plan_before(const ggml_cgraph * graph, int i) {
     const ggml_tensor * centred = graph->nodes[i];
     const ggml_tensor * x       = centred->src[0];
     const int j                 = find_only_reader(graph, i, GGML_OP_MUL_MAT, 1);
     if (j < 0 || x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) || !kvq_mul_heads_supported(graph->nodes[j])) {
-        return 0;
+        return std::nullopt;
     }
     ggml_tensor * dst          = graph->nodes[j];
     const ggml_tensor * matrix = dst->src[0];
     // graph memory is given out as if the nodes ran one after another
     if (dst->src[1] != centred || x->ne[2] != matrix->ne[2] || !is_mean(centred->src[1], x->ne[0], matrix) ||
         overlap(x, dst)) {
-        return 0;
+        return std::nullopt;
     }
-    compute({ matrix, x, centred->src[1], nullptr, dst }, params);
-    return j - i;
+    return planned_product{ { matrix, x, centred->src[1], nullptr, dst }, dst, j };
 }
 
-// the product, then + mean
-int fuse_after(const ggml_cgraph * graph, int i, const ggml_compute_params * params) {
-    const ggml_tensor * product = graph->nodes[i];
-    const int j                 = kvq_mul_heads_supported(product) ? find_only_reader(graph, i, GGML_OP_ADD, 0) : -1;
+// the product alone, or then + mean
+std::optional<planned_product> plan_after(const ggml_cgraph * graph, int i) {
+    ggml_tensor * result = graph->nodes[i];
+    if (!kvq_mul_heads_supported(result)) {
+        return std::nullopt;
+    }
+    const ggml_tensor * matrix = result->src[0];
+    const planned_product alone{ { matrix, result->src[1], nullptr, nullptr, result }, result, i };
+    const int j = find_only_reader(graph, i, GGML_OP_ADD, 0);
     if (j < 0) {
-        return 0;
+        return alone;
     }
-    ggml_tensor * dst          = graph->nodes[j];
-    const ggml_tensor * matrix = product->src[0];
-    const ggml_tensor * y      = dst->src[0];  // [dim_out, n_head / n_matrix, n_matrix, n_tokens]
-    const bool reshaped        = y->data == product->data && ggml_is_contiguous(y) && y->ne[0] == product->ne[0] &&
-                          y->ne[1] * y->ne[2] == product->ne[2] && y->ne[3] == product->ne[3];
+    ggml_tensor * dst     = graph->nodes[j];
+    const ggml_tensor * y = dst->src[0];  // [dim_out, n_head / n_matrix, n_matrix, n_tokens]
+    const bool reshaped   = y->data == result->data && ggml_is_contiguous(y) && y->ne[0] == result->ne[0] &&
+                          y->ne[1] * y->ne[2] == result->ne[2] && y->ne[3] == result->ne[3];
     if (!reshaped || y->ne[2] != matrix->ne[2] || !is_mean(dst->src[1], y->ne[0], matrix) ||
-        overlap(product->src[1], dst)) {
-        return 0;
+        overlap(result->src[1], dst)) {
+        return alone;
     }
-    compute({ matrix, product->src[1], nullptr, dst->src[1], dst }, params);
-    return j - i;
+    return planned_product{ { matrix, result->src[1], nullptr, dst->src[1], dst }, dst, j };
+}
+
+std::optional<planned_product> plan(const ggml_cgraph * graph, int i) {
+    switch (graph->nodes[i]->op) {
+        case GGML_OP_SUB:
+            return plan_before(graph, i);
+        case GGML_OP_MUL_MAT:
+            return plan_after(graph, i);
+        default:
+            return std::nullopt;
+    }
+}
+
+// Whether the later of two products may run beside the earlier: it does not read its result, and is not written where the
+// earlier one still reads.
+bool independent(const planned_product & earlier, const planned_product & later) {
+    return !overlap(later.p.in, earlier.dst) && !overlap(later.dst, earlier.dst) && !overlap(later.dst, earlier.p.in);
+}
+
+int next_computing(const ggml_cgraph * graph, int i) {
+    while (i < graph->n_nodes && ggml_op_is_empty(graph->nodes[i]->op)) {
+        i++;
+    }
+    return i;
 }
 
 }  // namespace
@@ -266,12 +302,20 @@ void kvq_compute_forward_mul_heads(const struct ggml_compute_params * params, st
 }
 
 int kvq_fuse_mul_heads(const struct ggml_cgraph * graph, int i, const struct ggml_compute_params * params) {
-    switch (graph->nodes[i]->op) {
-        case GGML_OP_SUB:
-            return kvq::fuse_before(graph, i, params);
-        case GGML_OP_MUL_MAT:
-            return kvq::fuse_after(graph, i, params);
-        default:
-            return 0;
+    std::optional<kvq::planned_product> plans[kvq::MAX_FUSED];
+    int n = 0;
+    for (int j = i; n < kvq::MAX_FUSED && j < graph->n_nodes; j = kvq::next_computing(graph, plans[n++]->last + 1)) {
+        plans[n]       = kvq::plan(graph, j);
+        const bool fit = plans[n] && std::all_of(plans, plans + n, [&](const auto & earlier) {
+                             return kvq::independent(*earlier, *plans[n]);
+                         });
+        if (!fit) {
+            break;
+        }
     }
+    const int n_more = n > 0 ? plans[n - 1]->last - i : 0;
+    for (int k = 0; k < n && n_more > 0; k++) {
+        kvq::compute(plans[k]->p, params);
+    }
+    return n_more;
 }

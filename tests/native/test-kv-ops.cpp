@@ -320,7 +320,58 @@ static void test_mul_heads_all(const heads_shape & s) {
     }
 }
 
+// Queries, values and keys enter a cache by three products in a row, which share a barrier; one that reads another's result
+// waits for it.
+static void test_products_in_a_row(int64_t n_tokens, int n_threads) {
+    const heads_shape shapes[] = { { GGML_TYPE_F32, 64, 3, 3, n_tokens, mean_use::NONE },
+                                   { GGML_TYPE_F32, 64, 3, 3, n_tokens, mean_use::NONE },
+                                   { GGML_TYPE_F32, 64, 3, 1, n_tokens, mean_use::AFTER },
+                                   { GGML_TYPE_F32, 64, 3, 1, n_tokens, mean_use::BEFORE } };
+    const size_t n_products    = sizeof(shapes) / sizeof(shapes[0]);
+    graph g(n_threads);
+    ggml_cgraph * cgraph = ggml_new_graph(g.ctx);
+    std::vector<ggml_tensor *> matrices, means, inputs, results;
+    for (const heads_shape & s : shapes) {
+        const int64_t n_head = s.n_head_kv * s.group;
+        matrices.push_back(g.tensor(s.type, s.dim, s.dim, s.n_head_kv));
+        means.push_back(g.tensor(GGML_TYPE_F32, s.dim, 1, s.n_head_kv));
+        inputs.push_back(results.size() == 1 ? results[0] :
+                                               ggml_new_tensor_4d(g.ctx, GGML_TYPE_F32, s.dim, 1, n_head, s.n_tokens));
+        ggml_tensor * x = inputs.back();
+        ggml_tensor * y =
+            ggml_mul_mat(g.ctx, matrices.back(), s.use == mean_use::BEFORE ? ggml_sub(g.ctx, x, means.back()) : x);
+        results.push_back(s.use == mean_use::AFTER ? ggml_add(g.ctx, y, means.back()) : y);
+        ggml_build_forward_expand(cgraph, results.back());
+    }
+    g.allocate();
+    std::vector<std::vector<float>> expected;
+    for (size_t i = 0; i < n_products; i++) {
+        const heads_shape & s      = shapes[i];
+        const std::vector<float> m = random_normal((size_t) ggml_nelements(matrices[i]));
+        const std::vector<float> u = random_normal((size_t) ggml_nelements(means[i]));
+        const std::vector<float> x = i == 1 ? expected[0] : random_normal((size_t) ggml_nelements(inputs[i]));
+        set(matrices[i], m);
+        set(means[i], u);
+        if (i != 1) {
+            set(inputs[i], x);
+        }
+        expected.push_back(expected_product(s, m, x, u));
+    }
+    if (!compute_graph(g.backend, cgraph)) {
+        return;
+    }
+    for (size_t i = 0; i < n_products; i++) {
+        const double error = nmse(get<float>(results[i]), expected[i]);
+        CHECK(error < 1e-12, "product %d of a row, %d tokens, %d threads: %g", (int) i, (int) n_tokens, n_threads,
+              error);
+    }
+}
+
 int main() {
+    for (const int n_threads : { 1, 2, 5 }) {
+        test_products_in_a_row(1, n_threads);
+        test_products_in_a_row(70, n_threads);
+    }
     for (const int64_t dim : { 16, 24, 64, 80, 256 }) {
         for (const int64_t n_tokens : { 1, 15, 21, 200 }) {
             test_mul_heads_all({ GGML_TYPE_F32, dim, 3, 3, n_tokens, mean_use::NONE });
