@@ -23,6 +23,7 @@ from pykvq.calibration.automatic import calibration_for
 from pykvq.errors import InvalidArgumentError
 from pykvq.files import sha256_of
 from pykvq.kv_config import OWN_TYPES, KVConfig, parse_kv_config
+from pykvq.kv_layers import with_calibration
 from pykvq.runtime import Context, Model
 from pykvq.sample_text import sample_text
 
@@ -136,9 +137,7 @@ def _make_kind(
 ) -> _Kind:
     n_ctx = max(settings.depths) + settings.n_prefill
     info = calibration_for(model, model_path, config, settings.calibrate, n_ctx, settings.n_threads)
-    if info is None:
-        return _Kind(name, config)
-    return _Kind(name, config.with_spectral_keys() if info.spectral_keys else config, info.path)
+    return _Kind(name, with_calibration(config, info), None if info is None else info.path)
 
 
 def _check(settings: BenchSettings) -> None:

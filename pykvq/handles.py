@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -188,7 +189,12 @@ def _fill_kv_format(struct: Any, kv: KVConfig) -> list[Any]:
     keep_alive: list[Any] = [tiers]
     for i, tier in enumerate(kv.tiers):
         values = {"type_k": tier.type_k, "type_v": tier.type_v, "n_tokens": tier.n_tokens}
-        keep_alive += fill_struct(tiers[i], values)
+        layers = ffi.new("pykvq_kv_layer[]", len(tier.layers))
+        keep_alive += [layers, *fill_struct(tiers[i], values)]
+        for j, layer in enumerate(tier.layers):
+            keep_alive += fill_struct(layers[j], asdict(layer))
+        tiers[i].n_layers = len(tier.layers)
+        tiers[i].layers = layers
     struct.n_tiers = len(kv.tiers)
     struct.tiers = tiers
     struct.n_sink = kv.n_sink

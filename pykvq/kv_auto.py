@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pykvq.calibration import CalibrationInfo
 from pykvq.errors import InvalidArgumentError, OutOfMemoryError
 from pykvq.kv_config import KVConfig, parse_kv_config
+from pykvq.kv_layers import predicted_kld, with_calibration
 from pykvq.predict import available_memory, kv_bytes
 from pykvq.runtime import Model
 
@@ -18,11 +19,6 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
 # what may be chosen: F16, then a window of F16 and these types behind it; K and V apart, since models differ in what
 # they bear
 _TYPES = ("q8_0", "q4_ve", "q2_t")
-# noise that a type leaves, as part of the variance of what is stored; normal values, the reference encoders
-# (docs/formats.md; for sorted keys their part of the uniform type's attention error, docs/fidelity.md)
-_NOISE = {"f16": 0.0, "q8_0": 2.5e-5, "q4_ve": 0.0069, "q2_t": 0.1106, "q4_ves": 0.0035, "q2_ts": 0.055}
-# of an output's relative squared error, what becomes KLD; from values alone in Q4_VE, which cost SmolLM2 0.00018
-_VALUE_WEIGHT = 0.03
 _CTX_STEP = 256
 
 
@@ -84,23 +80,9 @@ def choose_format(
     )
 
 
-def predicted_kld(kv: KVConfig, calibration: CalibrationInfo | None) -> float:
-    """What the oldest tier's types cost, from the calibration's sensitivity of each layer; 1 for both without one.
-
-    Noise of variance s² in the scores moves a softmax by a KLD of s²/2.
-    """
-    tier = kv.tiers[-1]
-    k = 1.0 if calibration is None else calibration.k_sensitivity
-    v = 1.0 if calibration is None else calibration.v_sensitivity
-    return k * _NOISE[tier.type_k] / 2 + _VALUE_WEIGHT * v * _NOISE[tier.type_v]
-
-
 def _formats(calibration: CalibrationInfo | None, n_sink: int) -> list[KVConfig]:
-    names = ["f16", *(f"f16:128+{k}/{v}" if k != v else f"f16:128+{k}" for k in _TYPES for v in _TYPES)]
-    formats = [parse_kv_config(name, n_sink=n_sink) for name in names]
-    if calibration is not None and calibration.spectral_keys:
-        return [kv.with_spectral_keys() for kv in formats]
-    return formats
+    names = ["f16", *(f"f16:128+{k}/{v}@auto" if k != v else f"f16:128+{k}@auto" for k in _TYPES for v in _TYPES)]
+    return [with_calibration(parse_kv_config(name, n_sink=n_sink), calibration) for name in names]
 
 
 def _largest_ctx(model: Model, kv: KVConfig, n_ctx: int, budget: int) -> int:

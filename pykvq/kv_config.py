@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from numbers import Integral
+from typing import TypeVar
 
 from pykvq.arguments import require_type
 from pykvq.errors import InvalidArgumentError
@@ -32,6 +34,9 @@ OWN_TYPES = ("q4_ve", "q2_t", "q4_ves", "q2_ts")
 _SPECTRAL_KEYS = {"q4_ve": "q4_ves", "q2_t": "q2_ts"}
 _FLOAT_TYPES = ("f32", "f16", "bf16")
 _WINDOW_TYPES = ("f16", "bf16")
+# how a tier says that its layers' types are dealt by a calibration, and how it names the type of one
+_DEALT = "auto"
+_LAYER_TYPE = re.compile(r"([kv])([0-9]{1,4})=(\w+)")
 _MAX_TIERS = 4
 _MAX_TOKENS = 2**30
 
@@ -42,8 +47,8 @@ _PRESETS = {
     "q4_0": "q4_0",
     "q4_ve": "q4_ve",
     "q2_t": "q2_t",
-    "ultra4": "f16:128+q4_ve",
-    "ultra2": "f16:128+q4_ve:16384+q2_t",
+    "ultra4": "f16:128+q4_ve@auto",
+    "ultra2": "f16:128+q4_ve@auto:16384+q2_t@auto",
 }
 DEFAULT_PRESET = "ultra4"
 DEFAULT_SINKS = 4
@@ -53,20 +58,49 @@ _MIN_MICRO_BATCH, _MAX_MICRO_BATCH = 64, 512
 
 
 @dataclass(frozen=True)
+class LayerTypes:
+    """The types of a layer."""
+
+    layer: int
+    type_k: str
+    type_v: str
+
+
+@dataclass(frozen=True)
 class Tier:
-    """Tokens of one age: the types of K and V, and how many tokens of a sequence; None is all that are left."""
+    """Tokens of one age: the types of K and V, and how many tokens of a sequence; None is all that are left.
+
+    ``layers`` are those of other types. ``dealt``: a calibration is to say which, by how sensitive they are.
+    """
 
     type_k: str
     type_v: str
     n_tokens: int | None = None
+    layers: tuple[LayerTypes, ...] = ()
+    dealt: bool = False
 
     def bits_per_element(self) -> float:
-        """Bits per element of K and V together, scales included."""
+        """Bits per element of K and V together, scales included, without the layers of other types."""
         return (KV_TYPE_BITS[self.type_k] + KV_TYPE_BITS[self.type_v]) / 2
 
+    def types_of_layers(self) -> dict[str, str]:
+        """Types that differ from the tier's: {"k7": "q8_0"} for the keys of layer 7."""
+        keys = {f"k{layer.layer}": layer.type_k for layer in self.layers if layer.type_k != self.type_k}
+        return keys | {f"v{layer.layer}": layer.type_v for layer in self.layers if layer.type_v != self.type_v}
+
+    def types(self) -> set[str]:
+        """All types in it."""
+        return {self.type_k, self.type_v}.union(*({layer.type_k, layer.type_v} for layer in self.layers))
+
     def __str__(self) -> str:
-        types = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
-        return types if self.n_tokens is None else f"{types}:{self.n_tokens}"
+        text = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
+        own = [f"{part}={name}" for part, name in self.types_of_layers().items()]
+        if own or self.dealt:
+            text += "@" + ",".join(own or [_DEALT])
+        return text if self.n_tokens is None else f"{text}:{self.n_tokens}"
+
+
+_Entry = TypeVar("_Entry", Tier, LayerTypes)
 
 
 @dataclass(frozen=True)
@@ -93,7 +127,7 @@ class KVConfig:
     @property
     def uses_calibration(self) -> bool:
         """Whether a calibration makes a difference: a tier is of a type of our own."""
-        return any({tier.type_k, tier.type_v} & set(OWN_TYPES) for tier in self.tiers)
+        return any(tier.types() & set(OWN_TYPES) for tier in self.tiers)
 
     def takes_calibration(self, choice: str | os.PathLike[str] | None = None) -> bool:
         """Whether a load with this ``calibrate`` uses a calibration, which is made if need be; see ``Llama``."""
@@ -102,11 +136,15 @@ class KVConfig:
     @property
     def needs_calibration(self) -> bool:
         """Whether a tier is of a type that is for sorted keys only."""
-        return any(name in _SPECTRAL_KEYS.values() for tier in self.tiers for name in (tier.type_k, tier.type_v))
+        return any(tier.types() & set(_SPECTRAL_KEYS.values()) for tier in self.tiers)
 
     def with_spectral_keys(self) -> KVConfig:
         """The same with the spectral types for K."""
-        tiers = (replace(tier, type_k=_SPECTRAL_KEYS.get(tier.type_k, tier.type_k)) for tier in self.tiers)
+
+        def spectral(entry: _Entry) -> _Entry:
+            return replace(entry, type_k=_SPECTRAL_KEYS.get(entry.type_k, entry.type_k))
+
+        tiers = (replace(spectral(tier), layers=tuple(map(spectral, tier.layers))) for tier in self.tiers)
         return replace(self, tiers=tuple(tiers))
 
     def micro_batch(self, n_ctx: int) -> int:
@@ -170,7 +208,8 @@ def _parse_tiers(text: str, asked: str | None = None) -> tuple[Tier, ...]:
 
 
 def _parse_tier(part: str, asked: str) -> Tier:
-    types, colon, count = part.partition(":")
+    head, colon, count = part.partition(":")
+    types, at, own = head.partition("@")
     type_k, slash, type_v = types.partition("/")
     if type_k not in KV_TYPE_BITS or (slash and type_v not in KV_TYPE_BITS):
         raise InvalidArgumentError(
@@ -179,7 +218,26 @@ def _parse_tier(part: str, asked: str) -> Tier:
         )
     if colon and not (count.isascii() and count.isdigit() and int(count) <= _MAX_TOKENS):
         raise InvalidArgumentError(f"KV tier {part!r}: {count!r} is not a number of tokens from 0 to {_MAX_TOKENS}")
-    return Tier(type_k, type_v if slash else type_k, int(count) if colon else None)
+    tier = Tier(type_k, type_v if slash else type_k, int(count) if colon else None)
+    if own == _DEALT:
+        return replace(tier, dealt=True)
+    return replace(tier, layers=_parse_layers(own, tier, part)) if at else tier
+
+
+def _parse_layers(text: str, tier: Tier, part: str) -> tuple[LayerTypes, ...]:
+    """Of "k7=q8_0,v3=q4_ve", the types of layers 3 and 7."""
+    layers: dict[int, LayerTypes] = {}
+    for entry in text.split(","):
+        match = _LAYER_TYPE.fullmatch(entry)
+        if match is None or match[3] not in KV_TYPE_BITS:
+            raise InvalidArgumentError(
+                f"KV tier {part!r}: {entry!r} is no type of a layer: write k7=q8_0 for the keys of layer 7, v7=q8_0 "
+                f"for its values, or @{_DEALT}"
+            )
+        layer = layers.get(int(match[2]), LayerTypes(int(match[2]), tier.type_k, tier.type_v))
+        is_key = match[1] == "k"
+        layers[layer.layer] = replace(layer, type_k=match[3]) if is_key else replace(layer, type_v=match[3])
+    return tuple(layers[i] for i in sorted(layers))
 
 
 def _check_tiers(text: str, tiers: tuple[Tier, ...]) -> None:
@@ -197,6 +255,10 @@ def _check_tiers(text: str, tiers: tuple[Tier, ...]) -> None:
             raise InvalidArgumentError(
                 f"KV tier '{older}' of {text!r} is larger than '{younger}' before it: list tiers from large to small"
             )
+    if tiers[0].layers or tiers[0].dealt:
+        raise InvalidArgumentError(
+            f"KV tier '{tiers[0]}' of {text!r}: the first tier is of the same types in all layers"
+        )
     if len(tiers) > 1 and not {tiers[0].type_k, tiers[0].type_v} <= set(_WINDOW_TYPES):
         raise InvalidArgumentError(
             f"KV tier '{tiers[0]}' of {text!r} holds the newest tokens: it must be of {' or '.join(_WINDOW_TYPES)}"

@@ -28,6 +28,7 @@ from pykvq.kv_config import (
     kv_presets,
     parse_kv_config,
 )
+from pykvq.kv_layers import with_calibration
 from pykvq.measured import recall, warning
 from pykvq.predict import require_memory
 from pykvq.runtime import Context, ContextInfo, Model
@@ -177,8 +178,7 @@ class LoadedModel:
             self._calibration = calibration_for(
                 self._model, model_path, self._kv, calibrate, n_ctx, n_threads, calibration_progress
             )
-            if self._calibration is not None and self._calibration.spectral_keys:
-                self._kv = self._kv.with_spectral_keys()
+            self._kv = with_calibration(self._kv, self._calibration)
             if is_automatic:
                 self._choice = choose_format(self._model, self._calibration, n_ctx, budget, n_sink=n_sink)
                 self._kv = self._choice.kv
@@ -350,7 +350,8 @@ class LoadedModel:
                 new tokens.
             n_ctx, n_tokens: room, and tokens held.
             tiers: a dict each, youngest first: type_k, type_v, n_capacity and n_used in tokens, n_bytes,
-                bits_per_element, n_requantized (tokens that came down into it so far).
+                bits_per_element, n_requantized (tokens that came down into it so far), layers (those of other types:
+                {"k7": "q8_0"} for the keys of layer 7).
             automatic: with kv_quant="auto": what was chosen, and the KLD predicted for it.
             calibration: None, or a dict: path, text, n_tokens, n_positions (the longest context it is for),
                 spectral_keys, n_bytes (of the transforms in memory), sensitivity (a dict for each layer: layer, k, v,
@@ -364,8 +365,12 @@ class LoadedModel:
         info = self._context.read_info()
         n_tokens = self.n_tokens
         tiers = [
-            {**asdict(tier), "bits_per_element": (KV_TYPE_BITS[tier.type_k] + KV_TYPE_BITS[tier.type_v]) / 2}
-            for tier in self._context.read_tiers()
+            {
+                **asdict(tier),
+                "bits_per_element": (KV_TYPE_BITS[tier.type_k] + KV_TYPE_BITS[tier.type_v]) / 2,
+                "layers": own.types_of_layers(),
+            }
+            for tier, own in zip(self._context.read_tiers(), self._kv.tiers, strict=False)
         ]
         if not tiers:
             only = self._kv.tiers[0]
@@ -378,6 +383,7 @@ class LoadedModel:
                     "n_bytes": info.kv_bytes,
                     "n_requantized": 0,
                     "bits_per_element": only.bits_per_element(),
+                    "layers": {},
                 }
             ]
         return {

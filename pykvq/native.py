@@ -22,7 +22,7 @@ from pykvq.errors import (
 )
 
 # PYKVQ_ABI_VERSION of native/api/pykvq.h that this package is written for
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 logger = logging.getLogger("pykvq")
 logger.addHandler(logging.NullHandler())

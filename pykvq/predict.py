@@ -11,10 +11,12 @@ from typing import Any
 import psutil
 
 from pykvq import native
-from pykvq.errors import ModelFileError, OutOfMemoryError, UnsupportedModelError
+from pykvq.calibration import find
+from pykvq.errors import CalibrationError, ModelFileError, OutOfMemoryError, UnsupportedModelError
 from pykvq.gguf_header import Header, read_headers
 from pykvq.handles import FieldValue, context_params
 from pykvq.kv_config import DEFAULT_PRESET, DEFAULT_SINKS, KVConfig, parse_kv_config
+from pykvq.kv_layers import usual_deal, with_calibration
 from pykvq.runtime import Model
 
 _MIB = 1024 * 1024
@@ -100,8 +102,14 @@ class Predictor:
         self._model.close()
 
     def calibrated(self, kv: KVConfig) -> KVConfig:
-        """The format as a load with a calibration has it, which sorts keys where the head dim allows it."""
-        return kv.with_spectral_keys() if self._sorts_keys else kv
+        """The format as a load with a calibration has it, or at most as large while there is none."""
+        try:
+            calibration = find(self._path) if any(tier.dealt for tier in kv.tiers) else None
+        except CalibrationError:
+            calibration = None
+        if calibration is not None:
+            return with_calibration(kv, calibration)
+        return usual_deal(kv.with_spectral_keys() if self._sorts_keys else kv, self._model.info.n_layer)
 
     def as_loaded(self, kv: KVConfig) -> KVConfig:
         """The format as ``Llama`` has it if nothing is said of a calibration."""

@@ -1,3 +1,4 @@
+#include "kvq-llama.h"
 #include "kvq-moments.h"
 #include "pykvq-guard.h"
 
@@ -5,7 +6,7 @@
 #include <numeric>
 
 struct pykvq_moments {
-    explicit pykvq_moments(int32_t n_skip) : moments(n_skip) {}
+    pykvq_moments(int32_t n_skip, int32_t n_window) : moments(n_skip, n_window) {}
 
     kvq_moments moments;
     std::vector<pykvq_layer_moments> layers;
@@ -13,7 +14,7 @@ struct pykvq_moments {
 
 namespace {
 
-pykvq_layer_moments to_view(int32_t il, const kvq_layer_moments & layer) {
+pykvq_layer_moments to_view(int32_t il, const kvq_layer_moments & layer, bool windowed, double log_residual) {
     return { il,
              (int32_t) layer.n_head,
              (int32_t) layer.dim_k,
@@ -24,7 +25,13 @@ pykvq_layer_moments to_view(int32_t il, const kvq_layer_moments & layer) {
              layer.kk.data(),
              layer.vv.data(),
              layer.k.data(),
-             layer.v.data() };
+             layer.v.data(),
+             windowed,
+             layer.kq_scale,
+             layer.n_sample,
+             layer.reach.data(),
+             layer.swing.data(),
+             log_residual };
 }
 
 // Computes one text; only its last token's logits, since none are read.
@@ -49,7 +56,7 @@ void require_positive(const char * name, int32_t value, int32_t min) {
 }  // namespace
 
 pykvq_status pykvq_moments_collect(pykvq_model * model, const pykvq_context_params * params, const int32_t * tokens,
-                                   int32_t n_tokens, int32_t n_text, int32_t pos_step, int32_t n_skip,
+                                   int32_t n_tokens, int32_t n_text, int32_t pos_step, int32_t n_skip, int32_t n_window,
                                    pykvq_progress_fn progress, void * progress_data, pykvq_moments ** moments) {
     return pykvq_guard([&] {
         pykvq_require(model, "model");
@@ -60,13 +67,14 @@ pykvq_status pykvq_moments_collect(pykvq_model * model, const pykvq_context_para
         require_positive("n_text", n_text, 1);
         require_positive("pos_step", pos_step, 0);
         require_positive("n_skip", n_skip, 0);
+        require_positive("n_window", n_window, 0);
         // a text is one micro-batch, so that the tokens to skip are the first of each node
         pykvq_context_params text_params = *params;
         text_params.n_ctx = text_params.n_batch = text_params.n_ubatch = n_text;
         if (llama_model_rope_type(model->model) == LLAMA_ROPE_TYPE_NONE) {
             pos_step = 0;
         }
-        auto result = std::make_unique<pykvq_moments>(n_skip);
+        auto result = std::make_unique<pykvq_moments>(n_skip, n_window);
         const kvq_moments::scope scope;
         const auto context = pykvq_context_make(model, text_params, kvq_moments::on_node, &result->moments);
         for (int32_t start = 0; start < n_tokens; start += n_text) {
@@ -77,7 +85,8 @@ pykvq_status pykvq_moments_collect(pykvq_model * model, const pykvq_context_para
             compute_text(context.get(), tokens + start, std::min(n_text, n_tokens - start), start / n_text * pos_step);
         }
         for (const auto & [il, layer] : result->moments.get_layers()) {
-            result->layers.push_back(to_view(il, layer));
+            result->layers.push_back(to_view(il, layer, kvq_model_layer_is_windowed(model->model, il),
+                                             result->moments.log_residual_before(il)));
         }
         *moments = result.release();
     });

@@ -52,6 +52,26 @@ void require_params(const pykvq_context_params & params) {
     require_number("yarn_beta_slow", params.yarn_beta_slow);
 }
 
+kvq_layer_types to_layer_types(const pykvq_model * model, int32_t layer, const char * type_k, const char * type_v) {
+    require_range("layer of a tier", layer, 0, llama_model_n_layer(model->model) - 1);
+    const kvq_layer_types types = { layer, pykvq_kv_type(type_k, "type_k of a tier"),
+                                    pykvq_kv_type(type_v, "type_v of a tier") };
+    if (types.type_k == GGML_TYPE_F32 || types.type_v == GGML_TYPE_F32) {
+        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "a tier cannot be f32: flash attention reads f16 and smaller");
+    }
+    return types;
+}
+
+kvq_tier_spec to_tier_spec(const pykvq_model * model, const pykvq_kv_tier & tier) {
+    const kvq_layer_types common = to_layer_types(model, 0, tier.type_k, tier.type_v);
+    kvq_tier_spec spec           = { common.type_k, common.type_v, (uint32_t) tier.n_tokens };
+    for (int32_t i = 0; i < tier.n_layers; i++) {
+        const pykvq_kv_layer & layer = tier.layers[i];
+        spec.layers.push_back(to_layer_types(model, layer.layer, layer.type_k, layer.type_v));
+    }
+    return spec;
+}
+
 // Reads and checks the tiers of the parameters; empty without.
 kvq_tier_config to_tier_config(const pykvq_model * model, const pykvq_context_params & params) {
     kvq_tier_config config;
@@ -74,19 +94,14 @@ kvq_tier_config to_tier_config(const pykvq_model * model, const pykvq_context_pa
         const pykvq_kv_tier & tier = params.tiers[t];
         const bool last            = t + 1 == params.n_tiers;
         require_range("n_tokens of a tier", tier.n_tokens, t == 0 || last ? 0 : 1, 1 << 30);
-        config.tiers.push_back({ pykvq_kv_type(tier.type_k, "type_k of a tier"),
-                                 pykvq_kv_type(tier.type_v, "type_v of a tier"), (uint32_t) tier.n_tokens });
+        require_range("n_layers of a tier", tier.n_layers, 0, t == 0 ? 0 : INT32_MAX);
+        config.tiers.push_back(to_tier_spec(model, tier));
     }
     const auto is_half = [](ggml_type type) { return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16; };
     if (!is_half(config.tiers[0].type_k) || !is_half(config.tiers[0].type_v)) {
         pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT,
                     "the first tier holds the newest tokens and must be f16 or bf16, not %s/%s", params.tiers[0].type_k,
                     params.tiers[0].type_v);
-    }
-    for (const kvq_tier_spec & tier : config.tiers) {
-        if (tier.type_k == GGML_TYPE_F32 || tier.type_v == GGML_TYPE_F32) {
-            pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "a tier cannot be f32: flash attention reads f16 and smaller");
-        }
     }
     config.n_sink   = (uint32_t) params.n_sink;
     config.n_ubatch = (uint32_t) std::min(params.n_ubatch, params.n_batch);
@@ -190,6 +205,9 @@ std::string describe_layout(const context_plan & plan) {
     for (const kvq_tier_spec & tier : plan.tiers.tiers) {
         text += pykvq_format("%s%s/%s:%u", text.empty() ? "" : "+", ggml_type_name(tier.type_k),
                              ggml_type_name(tier.type_v), tier.n_tokens);
+        for (const kvq_layer_types & layer : tier.layers) {
+            text += pykvq_format(",%d:%s/%s", layer.il, ggml_type_name(layer.type_k), ggml_type_name(layer.type_v));
+        }
     }
     return text + pykvq_format(", %u sinks", plan.tiers.n_sink);
 }

@@ -28,7 +28,7 @@
 #endif
 
 // raised whenever a struct or a signature below changes
-#define PYKVQ_ABI_VERSION 4
+#define PYKVQ_ABI_VERSION 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -169,10 +169,18 @@ PYKVQ_API bool pykvq_token_is_control(const pykvq_model * model, int32_t token);
 
 // Where tokens are kept from a certain age on. Tiers are listed youngest first; n_tokens of a sequence stay in each, the
 // last one takes what is left. The first one's n_tokens is the window.
+typedef struct pykvq_kv_layer {
+    int32_t layer;
+    const char * type_k;
+    const char * type_v;
+} pykvq_kv_layer;
+
 typedef struct pykvq_kv_tier {
     const char * type_k;
     const char * type_v;
     int32_t n_tokens;
+    int32_t n_layers;               // layers of other types than these; none in the first tier
+    const pykvq_kv_layer * layers;  // NULL without
 } pykvq_kv_tier;
 
 typedef struct pykvq_context_params {
@@ -321,6 +329,10 @@ typedef struct pykvq_moments pykvq_moments;
 
 // Sums over the tokens of one layer, in the order [n_head, dim, dim] or [n_head, dim]: products of post-rotation queries (of
 // all query heads that read a KV head), keys and values with themselves, and keys and values. Owned by the pykvq_moments.
+//
+// What an error costs: over n_sample queries of each query head, with p the attention to a key that is no sink and outside the
+// window, v its value and o the output, reach [n_head] is the sum of p^2 and swing [n_head, dim_v, dim_v] that of p^2 (v - o)
+// (v - o)^T. log_residual is the mean logarithm of the squared norm of the residual stream that enters the layer.
 typedef struct pykvq_layer_moments {
     int32_t layer;
     int32_t n_head;  // KV heads
@@ -333,15 +345,21 @@ typedef struct pykvq_layer_moments {
     const double * vv;
     const double * k;
     const double * v;
+    bool windowed;  // a sliding-window layer, which has no tiers
+    float kq_scale;
+    int64_t n_sample;
+    const double * reach;
+    const double * swing;
+    double log_residual;
 } pykvq_layer_moments;
 
 // Computes texts of n_text tokens each, text i from position i * pos_step on, and collects what attention sees of all but the
-// first n_skip tokens of each. A model that does not rotate positions starts at 0 each time. n_ctx and batch sizes of params
+// first n_skip tokens of each; the newest n_window tokens cost nothing. A model that does not rotate positions starts at 0 each time. n_ctx and batch sizes of params
 // are ignored. Progress runs from 0 to 1; when it returns false the call ends with PYKVQ_STATUS_ABORTED.
 PYKVQ_API pykvq_status pykvq_moments_collect(pykvq_model * model, const pykvq_context_params * params,
                                              const int32_t * tokens, int32_t n_tokens, int32_t n_text, int32_t pos_step,
-                                             int32_t n_skip, pykvq_progress_fn progress, void * progress_data,
-                                             pykvq_moments ** moments);
+                                             int32_t n_skip, int32_t n_window, pykvq_progress_fn progress,
+                                             void * progress_data, pykvq_moments ** moments);
 PYKVQ_API int32_t pykvq_moments_layer_count(const pykvq_moments * moments);
 PYKVQ_API pykvq_status pykvq_moments_get_layer(const pykvq_moments * moments, int32_t i, pykvq_layer_moments * layer);
 PYKVQ_API void pykvq_moments_free(pykvq_moments * moments);

@@ -103,7 +103,8 @@ int64_t kvq_model_kv_bytes(const llama_model * model, const llama_context_params
             continue;
         }
         for (size_t t = 0; t < used.size(); t++) {
-            add(used[t].type_k, used[t].type_v, rows[t]);
+            const kvq_layer_types types = used[t].types_of((int32_t) il);
+            add(types.type_k, types.type_v, rows[t]);
         }
     }
     return bytes;
@@ -262,9 +263,13 @@ bool kvq_model_tensor_is_as_in_file(const llama_model * model, const char * name
     return false;
 }
 
+bool kvq_model_layer_is_windowed(const llama_model * model, int32_t il) {
+    return model->hparams.is_swa((uint32_t) il);
+}
+
 // Whether a device computes attention of one token over tiers of these types.
 static bool kvq_device_attends(ggml_backend_dev_t dev, const llama_hparams & hparams, uint32_t il,
-                               const std::vector<kvq_tier_use> & tiers) {
+                               const std::vector<kvq_layer_types> & tiers) {
     constexpr int64_t n_rows = 256;
     const ggml_context_ptr holder(ggml_init({ 32 * ggml_tensor_overhead(), nullptr, true }));
     ggml_context * ctx = holder.get();
@@ -291,19 +296,17 @@ kvq_attention_use kvq_context_get_attention_use(const llama_context * ctx) {
     if (!cache || !ctx->get_cparams().offload_kqv || !ctx->get_cparams().flash_attn || model.hparams.is_mla()) {
         return use;
     }
-    std::vector<kvq_tier_use> tiers = kvq_tiers::get_use_of(*cache);
-    if (tiers.empty()) {
-        tiers.push_back({ cache->type_k(), cache->type_v(), 0, 0, 0, 0 });
-    }
     for (uint32_t il = 0; il < model.hparams.n_layer(); il++) {
         ggml_backend_dev_t dev = model.dev_layer((int) il);
         if (!kvq_layer_has_kv(model.hparams, il) || !dev ||
             ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
             continue;
         }
-        const bool windowed = model.hparams.is_swa(il);  // not tiered
-        const auto of_layer = windowed ? std::vector<kvq_tier_use>(tiers.begin(), tiers.begin() + 1) : tiers;
-        (kvq_device_attends(dev, model.hparams, il, of_layer) ? use.n_device : use.n_fallback)++;
+        std::vector<kvq_layer_types> tiers = kvq_tiers::get_types_of(*cache, (int32_t) il);
+        if (model.hparams.is_swa(il)) {  // not tiered
+            tiers.resize(1);
+        }
+        (kvq_device_attends(dev, model.hparams, il, tiers) ? use.n_device : use.n_fallback)++;
     }
     return use;
 }

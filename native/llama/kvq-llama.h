@@ -56,6 +56,9 @@ LLAMA_API kvq_memory_use kvq_context_get_memory_use(const llama_context * ctx, b
 // Whether a weight is used as it is in the file.
 LLAMA_API bool kvq_model_tensor_is_as_in_file(const llama_model * model, const char * name);
 
+// Whether a layer sees a sliding window only: it keeps a cache of its own, without tiers.
+LLAMA_API bool kvq_model_layer_is_windowed(const llama_model * model, int32_t il);
+
 // Does what kv_shift and kv_copy left for the next decode, so that the cache is as its book says.
 LLAMA_API void kvq_context_apply_pending(llama_context * ctx);
 

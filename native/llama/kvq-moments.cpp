@@ -2,12 +2,18 @@
 
 #include "ggml-backend.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <limits>
 
 namespace {
 
 constexpr char PREFIX[] = "kvq_moments_";
+// attention is computed again for one query in so many, and smaller weights are left out of the sums
+constexpr int64_t SAMPLE_STEP = 8;
+constexpr float MIN_WEIGHT    = 1e-3f;
 
 thread_local bool observing = false;
 
@@ -42,10 +48,107 @@ void add_values(const float * x, int64_t n, int64_t width, double * sums) {
     }
 }
 
-ggml_tensor * mark(ggml_context * ctx, ggml_tensor * tensor, char what, int32_t il, int64_t n_head_kv) {
+ggml_tensor * mark(ggml_context * ctx, ggml_tensor * tensor, char what, int32_t il, int64_t n_head_kv, float kq_scale) {
     ggml_tensor * result = ggml_cont(ctx, tensor);
-    ggml_format_name(result, "%s%c %d %d", PREFIX, what, il, (int) n_head_kv);
+    ggml_format_name(result, "%s%c %d %d %g", PREFIX, what, il, (int) n_head_kv, kq_scale);
     return result;
+}
+
+// Softmax of the first n of scores, in place.
+void to_weights(std::vector<float> & scores, int64_t n) {
+    const float max = *std::max_element(scores.begin(), scores.begin() + n);
+    float sum       = 0.0f;
+    for (int64_t t = 0; t < n; t++) {
+        scores[(size_t) t] = std::exp(scores[(size_t) t] - max);
+        sum += scores[(size_t) t];
+    }
+    for (int64_t t = 0; t < n; t++) {
+        scores[(size_t) t] /= sum;
+    }
+}
+
+// One KV head of a text: attention once more, for some queries.
+struct attention_sample {
+    const kvq_layer_moments & layer;
+    int64_t h, n_skip, n_window;
+    int64_t n_tokens = (int64_t) layer.text_k.size() / (layer.n_head * layer.dim_k);
+    int64_t group    = (int64_t) layer.text_q.size() / (n_tokens * layer.n_head * layer.dim_k);
+    std::vector<float> turned;  // keys [dim_k][n_tokens]
+    std::vector<float> weights = std::vector<float>((size_t) n_tokens);
+    std::vector<float> output  = std::vector<float>((size_t) layer.dim_v);
+
+    attention_sample(const kvq_layer_moments & layer, int64_t h, int64_t n_skip, int64_t n_window)
+        : layer(layer), h(h), n_skip(n_skip), n_window(n_window) {
+        for (int64_t j = 0; j < layer.dim_k; j++) {
+            for (int64_t t = 0; t < n_tokens; t++) {
+                turned.push_back(layer.text_k[(size_t) ((t * layer.n_head + h) * layer.dim_k + j)]);
+            }
+        }
+    }
+
+    const float * value(int64_t t) const { return &layer.text_v[(size_t) ((t * layer.n_head + h) * layer.dim_v)]; }
+
+    void attend(int64_t query, int64_t head) {
+        const float * q = &layer.text_q[(size_t) (((query * layer.n_head + h) * group + head) * layer.dim_k)];
+        std::fill(weights.begin(), weights.end(), 0.0f);
+        for (int64_t j = 0; j < layer.dim_k; j++) {
+            const float factor = q[j] * layer.kq_scale;
+            const float * row  = &turned[(size_t) (j * n_tokens)];
+            for (int64_t t = 0; t <= query; t++) {
+                weights[(size_t) t] += factor * row[t];
+            }
+        }
+        to_weights(weights, query + 1);
+        std::fill(output.begin(), output.end(), 0.0f);
+        for (int64_t t = 0; t <= query; t++) {
+            for (int64_t i = 0; i < layer.dim_v; i++) {
+                output[(size_t) i] += weights[(size_t) t] * value(t)[i];
+            }
+        }
+    }
+
+    void add_to(double & reach, double * swing) {
+        std::vector<float> sums((size_t) (layer.dim_v * layer.dim_v));
+        std::vector<float> away((size_t) layer.dim_v);
+        for (int64_t query = n_skip + n_window; query < n_tokens; query += SAMPLE_STEP) {
+            for (int64_t head = 0; head < group; head++) {
+                attend(query, head);
+                for (int64_t t = n_skip; t <= query - n_window; t++) {
+                    const float weight = weights[(size_t) t];
+                    if (weight < MIN_WEIGHT) {
+                        continue;
+                    }
+                    reach += (double) (weight * weight);
+                    for (int64_t i = 0; i < layer.dim_v; i++) {
+                        away[(size_t) i] = weight * (value(t)[i] - output[(size_t) i]);
+                    }
+                    for (int64_t i = 0; i < layer.dim_v; i++) {
+                        for (int64_t j = 0; j < layer.dim_v; j++) {
+                            sums[(size_t) (i * layer.dim_v + j)] += away[(size_t) i] * away[(size_t) j];
+                        }
+                    }
+                }
+            }
+        }
+        for (size_t i = 0; i < sums.size(); i++) {
+            swing[i] += (double) sums[i];
+        }
+    }
+};
+
+// Once a text's queries, keys and values are there.
+void sample_attention(kvq_layer_moments & layer, int64_t n_skip, int64_t n_window) {
+    const int64_t n_tokens = (int64_t) layer.text_k.size() / (layer.n_head * layer.dim_k);
+    layer.reach.resize((size_t) layer.n_head);
+    layer.swing.resize((size_t) (layer.n_head * layer.dim_v * layer.dim_v));
+    for (int64_t h = 0; h < layer.n_head; h++) {
+        attention_sample(layer, h, n_skip, n_window)
+            .add_to(layer.reach[(size_t) h], &layer.swing[(size_t) (h * layer.dim_v * layer.dim_v)]);
+    }
+    layer.n_sample += std::max<int64_t>(0, (n_tokens - n_skip - n_window + SAMPLE_STEP - 1) / SAMPLE_STEP);
+    layer.text_q.clear();
+    layer.text_k.clear();
+    layer.text_v.clear();
 }
 
 }  // namespace
@@ -58,47 +161,86 @@ kvq_moments::scope::~scope() {
     observing = false;
 }
 
-void kvq_moments::observe(ggml_context * ctx, int32_t il, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v) {
+void kvq_moments::observe(ggml_context * ctx, int32_t il, float kq_scale, ggml_tensor *& q, ggml_tensor *& k,
+                          ggml_tensor *& v) {
     if (observing && k && v) {
         const int64_t n_head_kv = k->ne[1];
-        q                       = mark(ctx, q, 'q', il, n_head_kv);
-        k                       = mark(ctx, k, 'k', il, n_head_kv);
-        v                       = mark(ctx, v, 'v', il, n_head_kv);
+        q                       = mark(ctx, q, 'q', il, n_head_kv, kq_scale);
+        k                       = mark(ctx, k, 'k', il, n_head_kv, kq_scale);
+        v                       = mark(ctx, v, 'v', il, n_head_kv, kq_scale);
     }
 }
 
 bool kvq_moments::on_node(ggml_tensor * node, bool ask, void * user_data) {
     constexpr size_t n = sizeof(PREFIX) - 1;
+    auto * self        = (kvq_moments *) user_data;
+    int32_t il         = 0;
+    // llama.cpp's name of what a layer gives
+    if (std::sscanf(node->name, "l_out-%d", &il) == 1 && node->type == GGML_TYPE_F32 && !node->view_src) {
+        if (!ask) {
+            self->add_residual(il, node);
+        }
+        return true;
+    }
     // a view's name begins as that of its source
     if (node->op != GGML_OP_CONT || std::strncmp(node->name, PREFIX, n) != 0) {
         return !ask;
     }
-    int32_t il    = 0;
-    int n_head_kv = 0;
-    if (!ask && std::sscanf(node->name + n + 1, "%d %d", &il, &n_head_kv) == 2) {
-        ((kvq_moments *) user_data)->add(il, node->name[n], n_head_kv, node);
+    int n_head_kv  = 0;
+    float kq_scale = 0;
+    if (!ask && std::sscanf(node->name + n + 1, "%d %d %g", &il, &n_head_kv, &kq_scale) == 3) {
+        self->add(il, node->name[n], n_head_kv, kq_scale, node);
     }
     return true;
 }
 
-void kvq_moments::add(int32_t il, char what, int64_t n_head, const ggml_tensor * node) {
+void kvq_moments::add_residual(int32_t il, const ggml_tensor * node) {
+    const int64_t n_tokens = node->ne[1];
+    values.resize((size_t) ggml_nelements(node));
+    ggml_backend_tensor_get(node, values.data(), 0, values.size() * sizeof(float));
+    for (int64_t t = n_skip; t < n_tokens; t++) {
+        const float * x = &values[(size_t) (t * node->ne[0])];
+        double sum      = std::numeric_limits<double>::min();
+        for (int64_t i = 0; i < node->ne[0]; i++) {
+            sum += (double) (x[i] * x[i]);
+        }
+        log_residuals[il] += std::log(sum);
+        n_residuals[il]++;
+    }
+}
+
+double kvq_moments::log_residual_before(int32_t il) const {
+    if (log_residuals.empty()) {
+        return 0.0;
+    }
+    auto nearest = log_residuals.lower_bound(il);
+    if (nearest != log_residuals.begin()) {
+        --nearest;
+    }
+    return nearest->second / (double) n_residuals.at(nearest->first);
+}
+
+void kvq_moments::add(int32_t il, char what, int64_t n_head, float kq_scale, const ggml_tensor * node) {
     const int64_t dim  = node->ne[0];
     const int64_t rows = node->ne[1] / n_head;
     const int64_t n    = node->ne[2] - n_skip;
     if (n <= 0) {
         return;
     }
-    values.resize((size_t) (n * node->ne[1] * dim));
-    ggml_backend_tensor_get(node, values.data(), (size_t) n_skip * node->nb[2], values.size() * sizeof(float));
-
     kvq_layer_moments & layer = layers[il];
     layer.n_head              = n_head;
-    const auto add_to         = [&](std::vector<double> & products, std::vector<double> * sums) {
+    layer.kq_scale            = kq_scale;
+    std::vector<float> & text = what == 'q' ? layer.text_q : what == 'k' ? layer.text_k : layer.text_v;
+    text.resize((size_t) ggml_nelements(node));
+    ggml_backend_tensor_get(node, text.data(), 0, text.size() * sizeof(float));
+
+    const float * counted = &text[(size_t) (n_skip * node->ne[1] * dim)];
+    const auto add_to     = [&](std::vector<double> & products, std::vector<double> * sums) {
         products.resize((size_t) (n_head * dim * dim));
-        add_products(values.data(), n, n_head, rows, dim, products.data());
+        add_products(counted, n, n_head, rows, dim, products.data());
         if (sums) {
             sums->resize((size_t) (n_head * dim));
-            add_values(values.data(), n, n_head * dim, sums->data());
+            add_values(counted, n, n_head * dim, sums->data());
         }
     };
     switch (what) {
@@ -114,5 +256,8 @@ void kvq_moments::add(int32_t il, char what, int64_t n_head, const ggml_tensor *
         default:
             layer.dim_v = dim;
             add_to(layer.vv, &layer.v);
+    }
+    if (!layer.text_q.empty() && !layer.text_k.empty() && !layer.text_v.empty()) {
+        sample_attention(layer, n_skip, n_window);
     }
 }

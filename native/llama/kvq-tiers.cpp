@@ -33,6 +33,12 @@ kvq_tier_scope::~kvq_tier_scope() {
     scope_config = nullptr;
 }
 
+kvq_layer_types kvq_tier_spec::types_of(int32_t il) const {
+    const auto own =
+        std::find_if(layers.begin(), layers.end(), [il](const kvq_layer_types & layer) { return layer.il == il; });
+    return own == layers.end() ? kvq_layer_types{ il, type_k, type_v } : *own;
+}
+
 // The first tier holds what never ages (sinks, window), one micro-batch of new tokens and what a block may leave behind;
 // the others hold the rest of the tokens, each at most its own share.
 std::vector<uint32_t> kvq_tier_rows(const kvq_tier_config & config, uint32_t n_cells, uint32_t n_seq) {
@@ -96,8 +102,9 @@ void kvq_tiers::add_layer(ggml_context * ctx, int32_t il, ggml_tensor * k, ggml_
         return tensor;
     };
     for (size_t t = 1; t < tiers.size(); t++) {
-        layer.k.push_back(new_tensor("k", t, tiers[t].type_k, layer.head_dim_k));
-        layer.v.push_back(new_tensor("v", t, tiers[t].type_v, layer.head_dim_v));
+        const kvq_layer_types types = config.tiers[t].types_of(il);
+        layer.k.push_back(new_tensor("k", t, types.type_k, layer.head_dim_k));
+        layer.v.push_back(new_tensor("v", t, types.type_v, layer.head_dim_v));
     }
     tier_registry & registry = get_registry();
     std::lock_guard<std::mutex> lock(registry.mutex);
@@ -178,6 +185,17 @@ std::vector<kvq_tier_use> kvq_tiers::get_use_of(const llama_kv_cache & cache) {
             use.n_bytes += (int64_t) (ggml_nbytes(layer.k[t]) + ggml_nbytes(layer.v[t]));
         }
         result.push_back(use);
+    }
+    return result;
+}
+
+std::vector<kvq_layer_types> kvq_tiers::get_types_of(const llama_kv_cache & cache, int32_t il) {
+    std::vector<kvq_layer_types> result;
+    for (size_t t = 0; cache.tiers && t < cache.tiers->tiers.size(); t++) {
+        result.push_back(cache.tiers->config.tiers[t].types_of(il));
+    }
+    if (result.empty()) {
+        result.push_back({ il, cache.type_k(), cache.type_v() });
     }
     return result;
 }

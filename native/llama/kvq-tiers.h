@@ -24,10 +24,19 @@ struct llama_ubatch;
 
 constexpr size_t KVQ_MAX_TIERS = 4;
 
+struct kvq_layer_types {
+    int32_t il;
+    ggml_type type_k;
+    ggml_type type_v;
+};
+
 struct kvq_tier_spec {
     ggml_type type_k;
     ggml_type type_v;
-    uint32_t n_tokens;  // a sequence's tokens of this age; of the last tier: what is left
+    uint32_t n_tokens;                         // a sequence's tokens of this age; of the last tier: what is left
+    std::vector<kvq_layer_types> layers = {};  // those of other types
+
+    kvq_layer_types types_of(int32_t il) const;
 };
 
 struct kvq_tier_config {
@@ -52,8 +61,8 @@ LLAMA_API bool kvq_tiers_moving();
 
 struct kvq_tier_use {
     ggml_type type_k;
-    ggml_type type_v;
-    uint32_t n_rows;  // over all streams
+    ggml_type type_v;  // of the layers that have none of their own
+    uint32_t n_rows;   // over all streams
     uint32_t n_used;
     int64_t n_bytes;    // K and V of all layers
     int64_t n_arrived;  // tokens requantized into this tier so far
@@ -94,6 +103,8 @@ public:
     static uint32_t n_tokens(const llama_kv_cache & cache);
     // Empty for a cache without tiers.
     static std::vector<kvq_tier_use> get_use_of(const llama_kv_cache & cache);
+    // A layer's types by tier; the cache's own for one without tiers.
+    static std::vector<kvq_layer_types> get_types_of(const llama_kv_cache & cache, int32_t il);
     // Scratch of the graphs that move tokens.
     static size_t compute_bytes(const llama_kv_cache & cache);
 

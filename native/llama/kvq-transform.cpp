@@ -51,12 +51,18 @@ const kvq_transform::layer & kvq_transform::get_layer(const llama_kv_cache & cac
     return layers.at((int32_t) cache.layers[(size_t) cache.map_layer_ids.at(il)].il);
 }
 
-void kvq_transform::enter(ggml_context * ctx, const llama_kv_cache_context & cache, int32_t il, ggml_tensor *& q,
-                          ggml_tensor *& k, ggml_tensor *& v) {
-    kvq_moments::observe(ctx, il, q, k, v);
+void kvq_transform::enter(ggml_context * ctx, ggml_cgraph * gf, const llama_kv_cache_context & cache, int32_t il,
+                          float kq_scale, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v) {
+    kvq_moments::observe(ctx, il, kq_scale, q, k, v);
     const kvq_transform * self = of(cache);
     if (!self) {
         return;
+    }
+    // the products next to one another in the graph: native/cpu computes them at once then
+    for (ggml_tensor * tensor : { q, k, v }) {
+        if (tensor) {
+            ggml_build_forward_expand(gf, tensor);
+        }
     }
     const layer & layer = self->get_layer(*cache.kv, il);
     q                   = transform_heads(ctx, layer.q, q);

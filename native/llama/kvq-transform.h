@@ -39,8 +39,8 @@ public:
 
     // Around the KV cache in a graph. q [head_dim, n_head, n_tokens], k and v [head_dim, n_head_kv, n_tokens] or NULL; attention
     // [n_head * head_dim, n_tokens]. Without a transform nothing is added.
-    static void enter(ggml_context * ctx, const llama_kv_cache_context & cache, int32_t il, ggml_tensor *& q,
-                      ggml_tensor *& k, ggml_tensor *& v);
+    static void enter(ggml_context * ctx, ggml_cgraph * gf, const llama_kv_cache_context & cache, int32_t il,
+                      float kq_scale, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v);
     static ggml_tensor * leave(ggml_context * ctx, const llama_kv_cache_context & cache, int32_t il,
                                ggml_tensor * attention);
 

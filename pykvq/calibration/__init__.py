@@ -61,7 +61,7 @@ def calibrate(
     Args:
         model_path: the GGUF file.
         text: what to compute; None for half what the model writes itself, half help texts that Python carries.
-        n_tokens: tokens of it, in texts of 256.
+        n_tokens: tokens of it, in pieces of 256 from different places.
         n_positions: tokens of the longest context it is for.
         output: where to write; None for beside the model, or the cache folder if that is not writable.
         spectral_keys: give the most important key coordinates more bits; None does so where the head dim allows it.

@@ -18,7 +18,7 @@ from pykvq.errors import CalibrationError, ModelFileError
 from pykvq.file_names import CALIBRATION_SUFFIX, calibration_path
 from pykvq.files import written_at_once
 
-FORMAT = 1
+FORMAT = 2
 # what is hashed of a model file: its start, where the metadata is, its size, and windows spread over the weights
 _HASH_HEAD = 1 << 20
 _HASH_WINDOW = 1 << 16
@@ -29,11 +29,13 @@ _READ_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, UnicodeDec
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """How much an error in a layer's keys and values costs, see ``LayerTransform``."""
+    """How much an error in a layer's keys and values costs, see ``LayerTransform``; n_k, n_v: elements of a token."""
 
     layer: int
     k: float
     v: float
+    n_k: int
+    n_v: int
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,7 @@ class CalibrationInfo:
     n_positions: int
     text: str
     version: str
-    sensitivity: tuple[LayerSensitivity, ...]
-
-    @property
-    def k_sensitivity(self) -> float:
-        """Mean over layers."""
-        return float(np.mean([layer.k for layer in self.sensitivity]))
-
-    @property
-    def v_sensitivity(self) -> float:
-        """Mean over layers."""
-        return float(np.mean([layer.v for layer in self.sensitivity]))
+    sensitivity: tuple[LayerSensitivity, ...]  # of layers that see all tokens
 
 
 def model_hash(path: str | os.PathLike[str]) -> str:
@@ -122,11 +114,16 @@ def read_info(path: Path, expected_hash: str | None = None) -> CalibrationInfo:
 
 
 def _sensitivity(reader: gguf.GGUFReader, values: Mapping[str, Any]) -> tuple[LayerSensitivity, ...]:
-    layers = [int(tensor.name.split(".")[1]) for tensor in reader.tensors if tensor.name.endswith(".k")]
-    keys, vals = values["kvq.k_sensitivity"], values["kvq.v_sensitivity"]
-    if not len(layers) == len(keys) == len(vals) > 0:
-        raise ValueError(f"{len(layers)} layers, {len(keys)} and {len(vals)} sensitivities")
-    return tuple(LayerSensitivity(layer, float(k), float(v)) for layer, k, v in zip(layers, keys, vals, strict=True))
+    sizes = {tensor.name: int(tensor.shape[0] * tensor.shape[2]) for tensor in reader.tensors if len(tensor.shape) == 3}
+    layers = [int(name.split(".")[1]) for name in sizes if name.endswith(".k")]
+    columns = [values[f"kvq.{name}"] for name in ("k_sensitivity", "v_sensitivity", "windowed")]
+    if not layers or any(len(column) != len(layers) for column in columns):
+        raise ValueError(f"{len(layers)} layers, and sensitivities of {', '.join(str(len(c)) for c in columns)}")
+    return tuple(
+        LayerSensitivity(layer, float(k), float(v), sizes[f"blk.{layer}.k"], sizes[f"blk.{layer}.v"])
+        for layer, k, v, windowed in zip(layers, *columns, strict=True)
+        if not windowed
+    )
 
 
 def write(paths: Sequence[Path], layers: Sequence[LayerTransform], header: Mapping[str, str | int | bool]) -> Path:
@@ -159,6 +156,7 @@ def _write(path: Path, layers: Sequence[LayerTransform], header: Mapping[str, st
             writer.add_string(f"kvq.{name}", value)
     for name in ("k_sensitivity", "v_sensitivity"):
         writer.add_array(f"kvq.{name}", [float(getattr(layer, name)) for layer in layers])
+    writer.add_array("kvq.windowed", [layer.windowed for layer in layers])
     for layer in layers:
         for name in ("k", "q", "v", "out", "k_mean", "v_mean"):
             writer.add_tensor(f"blk.{layer.layer}.{name}", np.asarray(getattr(layer, name), dtype=np.float32))

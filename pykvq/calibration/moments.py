@@ -15,8 +15,12 @@ from pykvq.kv_config import DEFAULT_SINKS, parse_kv_config
 from pykvq.runtime import Model
 
 Array = npt.NDArray[np.float64]
-# tokens of a text: it is computed at once, and has a start that says little about the rest
+# tokens that a calibration needs at least, and those of a passage. A passage is computed twice in a row: what a long
+# context is for, finding again what stood before, shows in the second half only
 TEXT_TOKENS = 256
+PASSAGE_TOKENS = 1024
+# newest tokens of which errors are not counted: the presets keep them exact
+_WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class LayerMoments:
 
     qq, kk: mean of q qᵀ and k kᵀ after position rotation, [n_head, dim_k, dim_k]. vv: [n_head, dim_v, dim_v].
     k, v: means, [n_head, dim].
+    reach, swing: see ``pykvq_layer_moments``, sums over the query heads of a KV head and means over queries; [n_head]
+    and [n_head, dim_v, dim_v]. residual: squared norm of the residual stream that enters the layer.
     """
 
     layer: int
@@ -33,6 +39,11 @@ class LayerMoments:
     vv: Array
     k: Array
     v: Array
+    windowed: bool
+    kq_scale: float
+    reach: Array
+    swing: Array
+    residual: float
 
 
 def collect_moments(
@@ -43,18 +54,19 @@ def collect_moments(
     n_threads: int | None = None,
     progress: Callable[[float], bool | None] | None = None,
 ) -> list[LayerMoments]:
-    """Computes ``tokens`` in short texts, at positions spread over ``n_positions``, and returns the moments by layer.
+    """Computes passages of ``tokens`` at positions spread over ``n_positions``, and returns the moments by layer.
 
     Keys at the end of a long context are turned by larger angles than those at its start; the basis must fit both.
 
     Raises:
         InvalidArgumentError: too few tokens. AbortedError: ``progress`` returned False.
     """
-    n_texts = len(tokens) // TEXT_TOKENS
-    if n_texts == 0:
+    if len(tokens) < TEXT_TOKENS:
         raise InvalidArgumentError(f"the text has {len(tokens)} tokens: a calibration needs {TEXT_TOKENS} at least")
-    ids = np.asarray(tokens[: n_texts * TEXT_TOKENS], dtype=np.int32)
-    step = max(0, n_positions - TEXT_TOKENS) // max(1, n_texts - 1)
+    n_passage = min(PASSAGE_TOKENS, len(tokens), max(TEXT_TOKENS, n_positions) // 2)
+    passages = [tokens[start : start + n_passage] for start in range(0, len(tokens), n_passage)]
+    ids = np.concatenate([np.tile(np.asarray(passage, dtype=np.int32), 2) for passage in passages])
+    step = max(0, n_positions - 2 * n_passage) // max(1, len(passages) - 1)
 
     ffi, lib = native.load()
     values = {"n_threads": n_threads, "n_threads_batch": n_threads, "kv_unified": True}
@@ -67,9 +79,10 @@ def collect_moments(
             params,
             int32_pointer(ids),
             len(ids),
-            TEXT_TOKENS,
+            2 * n_passage,
             step,
             DEFAULT_SINKS,
+            _WINDOW,
             *guard.arguments(),
             out,
         )
@@ -99,4 +112,9 @@ def _read_layer(moments: object, i: int) -> LayerMoments:
         vv=read(layer.vv, h, dim_v, dim_v) / layer.n_key,
         k=read(layer.k, h, dim_k) / layer.n_key,
         v=read(layer.v, h, dim_v) / layer.n_key,
+        windowed=bool(layer.windowed),
+        kq_scale=float(layer.kq_scale),
+        reach=read(layer.reach, h) / max(layer.n_sample, 1),
+        swing=read(layer.swing, h, dim_v, dim_v) / max(layer.n_sample, 1),
+        residual=float(np.exp(layer.log_residual)),
     )

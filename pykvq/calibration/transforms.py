@@ -19,6 +19,8 @@ from pykvq.calibration.moments import Array, LayerMoments
 # part of the standard deviation of the others (docs/formats.md)
 CLASS_SIZES = (8, 56)
 CLASS_DEVIATIONS = (0.55, 1.0)
+# and the noise that their bits leave of that of the others, fitted to the KLD of single layers (docs/fidelity.md)
+CLASS_NOISE = (0.14, 1.0)
 BLOCK = 64
 # share of the mean eigenvalue that is added to every eigenvalue, and how much of the way to go from a plain rotation
 KEY_SHRINKAGE = 0.1
@@ -32,8 +34,10 @@ _FLOOR = 1e-9
 class LayerTransform:
     """Matrices [n_head, dim, dim] and means [n_head, dim] of a layer, named as in ``native/llama/kvq-transform.h``.
 
-    k_sensitivity: variance of a score, over scores of scale 1/sqrt(dim_k), when every stored coordinate gets noise as
-    large as its own variance. v_sensitivity: the same for values, as part of what the output projection makes of them.
+    k_sensitivity, v_sensitivity: the squared error that the layer adds to the residual stream, as part of that, when
+    the stored coordinates of all keys (values) but sinks and window get noise of variance 1. Of the strong coordinates
+    of sorted keys, CLASS_NOISE of that.
+    windowed: a sliding-window layer, whose cache has no tiers.
     """
 
     layer: int
@@ -45,6 +49,7 @@ class LayerTransform:
     v_mean: Array
     k_sensitivity: float
     v_sensitivity: float
+    windowed: bool
 
 
 def orthogonal(n: int) -> Array:
@@ -87,8 +92,9 @@ def layer_transform(moments: LayerMoments, output_gram: Array | None, *, spectra
         out=_inverse(v),
         k_mean=moments.k,
         v_mean=moments.v,
-        k_sensitivity=_sensitivity(k, _centred(moments.kk, moments.k), moments.qq) / moments.k.shape[-1],
-        v_sensitivity=_sensitivity(v, _centred(moments.vv, moments.v), grams) / _traces(grams @ moments.vv),
+        k_sensitivity=_key_sensitivity(k, moments, grams, spectral=spectral),
+        v_sensitivity=_value_sensitivity(v, moments, grams),
+        windowed=moments.windowed,
     )
 
 
@@ -114,22 +120,25 @@ def _value_basis(vv: Array, gram: Array, mean: Array) -> Array:
     return _normalised(orthogonal(len(values)) @ balanced, values)
 
 
-def _centred(second_moments: Array, means: Array) -> Array:
-    result: Array = second_moments - means[:, :, None] * means[:, None, :]
-    return result
+def _key_sensitivity(bases: Array, moments: LayerMoments, grams: Array, *, spectral: bool) -> float:
+    """Noise e in a key moves its score by q·e, and the output by p (v - o) times that."""
+    dim = bases.shape[-1]
+    noise = np.tile(np.repeat(CLASS_NOISE, CLASS_SIZES), dim // BLOCK) if spectral else np.ones(dim)
+    scores = moments.kq_scale**2 * _error_weights(bases, moments.qq) @ noise
+    outputs = np.einsum("hij,hji->h", grams, moments.swing)
+    return float(scores @ outputs) / moments.residual
 
 
-def _traces(matrices: Array) -> float:
-    """The mean over heads, kept from zero."""
-    return max(float(np.trace(matrices, axis1=1, axis2=2).mean()), float(np.finfo(np.float64).tiny))
+def _value_sensitivity(bases: Array, moments: LayerMoments, grams: Array) -> float:
+    """Noise in a value moves the output by p times that."""
+    return float(_error_weights(bases, grams).sum(-1) @ moments.reach) / moments.residual
 
 
-def _sensitivity(bases: Array, stored: Array, readers: Array) -> float:
-    """Sum over coordinates of the stored variance times what a reader makes of an error in it; the mean over heads."""
+def _error_weights(bases: Array, readers: Array) -> Array:
+    """What a reader's second moment makes of an error of 1 in each stored coordinate, [n_head, dim]."""
     inverse = _inverse(bases)
-    variances = np.einsum("hij,hjk,hik->hi", bases, stored, bases)
-    weights = np.einsum("hji,hjk,hki->hi", inverse, readers, inverse)
-    return float((variances * weights).sum(-1).mean())
+    result: Array = np.einsum("hji,hjk,hki->hi", inverse, readers, inverse)
+    return result
 
 
 def _inverse(matrices: Array) -> Array:

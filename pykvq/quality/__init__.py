@@ -15,6 +15,7 @@ from pykvq.calibration.automatic import calibration_for
 from pykvq.errors import InvalidArgumentError
 from pykvq.handles import ProgressCallback
 from pykvq.kv_config import KVConfig, parse_kv_config
+from pykvq.kv_layers import with_calibration
 from pykvq.measured import remember
 from pykvq.quality.evaluate import REFERENCE, SKIPPED_SHARE, Candidate, CandidateResult, compare, split_text
 from pykvq.quality.float_weights import write_float_copy
@@ -119,8 +120,7 @@ def _candidate(
     progress: ProgressCallback | None,
 ) -> Candidate:
     info: CalibrationInfo | None = calibration_for(model, model_path, config, calibrate, n_ctx, n_threads, progress)
-    if info is not None and info.spectral_keys:
-        config = config.with_spectral_keys()
+    config = with_calibration(config, info)
     return Candidate(config.name, config, None if info is None else os.fspath(info.path))
 
 

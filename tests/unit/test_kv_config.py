@@ -1,7 +1,7 @@
 import pytest
 
 from pykvq import InvalidArgumentError, KVConfig, Tier, kv_presets
-from pykvq.kv_config import parse_kv_config
+from pykvq.kv_config import LayerTypes, parse_kv_config
 
 
 @pytest.mark.parametrize("name", ["f16", "bf16", "q8_0", "q4_0", "q4_ve", "q2_t"])
@@ -11,8 +11,8 @@ def test_a_preset_of_a_type_has_it_for_k_and_v(name):
 
 def test_the_tiered_presets():
     presets = kv_presets()
-    assert presets["ultra4"].tiers == (Tier("f16", "f16", 128), Tier("q4_ve", "q4_ve"))
-    assert presets["ultra2"].tiers == (Tier("f16", "f16", 128), Tier("q4_ve", "q4_ve", 16384), Tier("q2_t", "q2_t"))
+    assert presets["ultra4"].tiers == (Tier("f16", "f16", 128), Tier("q4_ve", "q4_ve", dealt=True))
+    assert str(presets["ultra2"]) == "f16:128+q4_ve@auto:16384+q2_t@auto"
 
 
 def test_k_and_v_apart():
@@ -30,6 +30,17 @@ def test_tiers_spelled_out():
     assert config.n_sink == 9
     assert str(config) == "f16:128+q8_0:2048+q8_0/q4_ve:16384+q2_t"
     assert parse_kv_config(config) is config
+
+
+def test_layers_of_other_types():
+    config = parse_kv_config("f16:128+q4_ve@k7=q8_0,v0=q2_t,v7=q8_0:1024+q2_t@auto")
+    layers = (LayerTypes(0, "q4_ve", "q2_t"), LayerTypes(7, "q8_0", "q8_0"))
+    assert config.tiers[1] == Tier("q4_ve", "q4_ve", 1024, layers)
+    assert config.tiers[2] == Tier("q2_t", "q2_t", dealt=True)
+    assert str(config) == "f16:128+q4_ve@k7=q8_0,v0=q2_t,v7=q8_0:1024+q2_t@auto"
+    spectral = config.with_spectral_keys()
+    assert spectral.tiers[1].layers == (LayerTypes(0, "q4_ves", "q2_t"), layers[1])
+    assert str(spectral) == "f16:128+q4_ves/q4_ve@k7=q8_0,v0=q2_t,v7=q8_0:1024+q2_ts/q2_t@auto"
 
 
 def test_types_by_argument_make_a_cache_without_tiers():
@@ -65,6 +76,12 @@ def test_an_unknown_name_lists_the_valid_ones_in_one_line(name):
         ("f16:-1+q4_ve", "'-1' is not a number of tokens"),
         ("f16:99999999999+q4_ve", "is not a number of tokens from 0 to"),
         ("f16:x+q4_ve", "'x' is not a number of tokens"),
+        ("f16@k1=q8_0:128+q4_ve", "the first tier is of the same types in all layers"),
+        ("q4_ve@auto", "the first tier is of the same types in all layers"),
+        ("f16:128+q4_ve@", "'' is no type of a layer: write k7=q8_0"),
+        ("f16:128+q4_ve@q7=q8_0", "'q7=q8_0' is no type of a layer"),
+        ("f16:128+q4_ve@k7=q9", "'k7=q9' is no type of a layer"),
+        ("f16:128+q4_ve@k-1=q8_0", "'k-1=q8_0' is no type of a layer"),
     ],
 )
 def test_tiers_that_make_no_sense(tiers, message):
