@@ -48,6 +48,7 @@ class TierSpec:
     type_k: str
     type_v: str
     n_tokens: int
+    layers: dict[int, tuple[str, str]]  # types of K and V where they are others
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,15 @@ class TierUse:
 def parse_tiers(text: str) -> list[TierSpec]:
     tiers = []
     for part in text.split("+"):
-        match = re.fullmatch(r"(\w+)(?:/(\w+))?(?::(\d+))?", part)
+        match = re.fullmatch(r"(\w+)(?:/(\w+))?(?:@([^:]+))?(?::(\d+))?", part)
         assert match, part
-        tiers.append(TierSpec(match[1], match[2] or match[1], int(match[3] or 0)))
+        type_k, type_v = match[1], match[2] or match[1]
+        layers: dict[int, tuple[str, str]] = {}
+        for own in match[3].split(",") if match[3] else ():
+            name, own_type = own.split("=")
+            k, v = layers.get(int(name[1:]), (type_k, type_v))
+            layers[int(name[1:])] = (own_type, v) if name[0] == "k" else (k, own_type)
+        tiers.append(TierSpec(type_k, type_v, int(match[4] or 0), layers))
     return tiers
 
 
@@ -138,6 +145,9 @@ def context_params(tiers: str | None, **params: Any) -> tuple[Any, list[Any]]:
         for native_tier, spec in zip(array, specs, strict=True):
             native_tier.type_k, native_tier.type_v = text(spec.type_k), text(spec.type_v)
             native_tier.n_tokens = spec.n_tokens
+            layers = [(i, text(k), text(v)) for i, (k, v) in spec.layers.items()]
+            keep.append(ffi.new("pykvq_kv_layer[]", layers))
+            native_tier.layers, native_tier.n_layers = keep[-1], len(layers)
         keep.append(array)
         native_params.tiers, native_params.n_tiers = array, len(specs)
     return native_params, keep

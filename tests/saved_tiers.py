@@ -29,7 +29,7 @@ class SavedTiers:
     """One sequence in one stream of a saved cache."""
 
     tiny: TinyModel
-    types: list[tuple[str, str]]
+    types: list[list[tuple[str, str]]]  # of K and V, [tier][layer]
     cells: dict[int, Cell] = field(default_factory=dict)  # by position
     # [tier][layer]: the rows of K and V as they lie in memory, [n, bytes of a row]
     data: list[list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class SavedTiers:
     def decoded(self, tier: int, layer: int) -> list[NDArray[np.float32]]:
         """K and V of a tier's rows: [n, n_head_kv, head_dim], without the padding behind each head."""
         result = []
-        for kv_type, dim, rows in zip(self.types[tier], self._dims(), self.data[tier][layer], strict=True):
+        for kv_type, dim, rows in zip(self.types[tier][layer], self._dims(), self.data[tier][layer], strict=True):
             n_head = self.tiny.n_head_kv
             padded = padded_dim(kv_type, dim)
             values = decode(kv_type, rows.tobytes(), len(rows) * n_head * padded)
@@ -88,7 +88,8 @@ def unrotate(rows: NDArray[np.float64], size: int) -> NDArray[np.float64]:
 
 def read_saved_tiers(state: bytes, tiny: TinyModel, tiers: str, seq: int = 0) -> list[SavedTiers]:
     """Returns what each stream holds of a sequence. What follows the tiers (sliding-window layers) is ignored."""
-    types = [(spec.type_k, spec.type_v) for spec in parse_tiers(tiers)]
+    specs = parse_tiers(tiers)
+    types = [[s.layers.get(i, (s.type_k, s.type_v)) for i in range(tiny.n_layer)] for s in specs]
     offset = HEADER_BYTES
 
     def take(layout: str) -> tuple[int, ...]:
@@ -114,9 +115,9 @@ def read_saved_tiers(state: bytes, tiny: TinyModel, tiers: str, seq: int = 0) ->
                     assert pos not in stream.cells, f"position {pos} is there twice"
                     stream.cells[pos] = Cell(tier, row, sequences)
             layers = []
-            for _ in range(n_layer):
+            for layer in range(n_layer):
                 pair = []
-                for kv_type, dim in zip(types[tier], (tiny.head_dim_k, tiny.dim_v), strict=True):
+                for kv_type, dim in zip(types[tier][layer], (tiny.head_dim_k, tiny.dim_v), strict=True):
                     row_size = row_bytes(kv_type, padded_dim(kv_type, dim) * tiny.n_head_kv)
                     rows = np.frombuffer(state, np.uint8, n_cells * row_size, offset).reshape(n_cells, row_size)
                     offset += n_cells * row_size

@@ -37,6 +37,7 @@ TIERS = (
     "f16:64+q4_ve:128+q2_t",
     "f16:32+q8_0:64+q4_ve",
     "f16:40+q8_0/q4_ve:50+q4_ve/f16:70+q2_t",
+    "f16:40+q4_ve@k1=q8_0,v0=q2_t:60+q2_t@v1=q4_ve",
     "f16:48+f16",
     "bf16:48+f16",
 )
@@ -111,7 +112,7 @@ def requantized(before: SavedTiers, pos: int, tier: int, layer: int) -> list[byt
     """
     result = []
     cell = before.cells[pos]
-    for kv_type, rows in zip(before.types[tier], before.decoded(cell.tier, layer), strict=True):
+    for kv_type, rows in zip(before.types[tier][layer], before.decoded(cell.tier, layer), strict=True):
         row = rows[cell.row]
         padded = np.arange(padded_dim(kv_type, row.shape[1])) % row.shape[1]
         result.append(encode(kv_type, row[:, padded]))
@@ -131,7 +132,7 @@ def assert_rows(before: SavedTiers, after: SavedTiers) -> int:
                 assert found == before.bytes_at(pos, layer), f"position {pos} changed in tier {new_tier}"
                 continue
             expected = requantized(before, pos, new_tier, layer)
-            for kv_type, *rows in zip(before.types[new_tier], found, expected, strict=True):
+            for kv_type, *rows in zip(before.types[new_tier][layer], found, expected, strict=True):
                 assert_same_row(kv_type, *rows, f"position {pos}, {kv_type}")
     return n_moved
 
@@ -179,7 +180,7 @@ def run_lock_step(
             own_errors.append(own_error)
     print(f"largest errors: logits {max(errors):.1e}, rows written {max(own_errors):.1e}; {n_moved} moves")
     assert max(errors) < limit
-    assert max(own_errors) < OWN_LIMIT[before.types[0][0]]
+    assert max(own_errors) < OWN_LIMIT[before.types[0][0][0]]
     # each token came down tier by tier
     assert n_moved == sum(tier * len(before.positions(tier)) for tier in range(len(before.types)))
     assert all(before.positions(tier) for tier in range(len(before.types))), "not every tier was used"

@@ -25,6 +25,7 @@ WINDOWED = [name for name, tiny in MODELS.items() if tiny.window]
 SETTINGS = [
     (TIERS, {"n_ctx": 1024, "n_ubatch": 16}),
     ("f16:128+q4_ve", {"n_ctx": 8192, "n_ubatch": 64}),
+    ("f16:128+q4_ve@k0=q8_0,v1=q2_t", {"n_ctx": 2048, "n_ubatch": 64}),
     ("f16:128+q8_0:512+q4_ve/q2_t:1024+q2_t", {"n_ctx": 4096, "n_ubatch": 32, "n_sink": 0}),
     (TIERS, {"n_ctx": 2048, "n_ubatch": 16, "n_seq_max": 2}),
     (TIERS, {"n_ctx": 2048, "n_ubatch": 16, "n_seq_max": 2, "kv_unified": False}),

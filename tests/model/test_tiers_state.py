@@ -213,6 +213,7 @@ def test_foreign_bytes(live, data):
         ("f16:32+q2_t:64+q4_ve", {}),
         ("f16:32+q4_ve/q2_t:64+q2_t/q4_ve", {}),
         ("f16:32+q4_ve", {}),
+        ("f16:32+q4_ve@k1=q8_0:64+q2_t", {}),
         ("f16:32+q4_ve:64+q4_ve:64+q2_t", {}),
         (TIERS, {"n_sink": 5}),
         (TIERS, {"n_sink": 0}),
