@@ -31,6 +31,7 @@ pykvq_layer_moments to_view(int32_t il, const kvq_layer_moments & layer, bool wi
              layer.n_sample,
              layer.reach.data(),
              layer.swing.data(),
+             layer.output.data(),
              log_residual };
 }
 

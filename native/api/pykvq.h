@@ -331,8 +331,8 @@ typedef struct pykvq_moments pykvq_moments;
 // all query heads that read a KV head), keys and values with themselves, and keys and values. Owned by the pykvq_moments.
 //
 // What an error costs: over n_sample queries of each query head, with p the attention to a key that is no sink and outside the
-// window, v its value and o the output, reach [n_head] is the sum of p^2 and swing [n_head, dim_v, dim_v] that of p^2 (v - o)
-// (v - o)^T. log_residual is the mean logarithm of the squared norm of the residual stream that enters the layer.
+// window, v its value and o the output, reach [n_head] is the sum of p^2, swing [n_head, dim_v, dim_v] that of p^2 (v - o)
+// (v - o)^T and output that of o o^T. log_residual is the mean logarithm of the squared norm of the residual stream that enters the layer.
 typedef struct pykvq_layer_moments {
     int32_t layer;
     int32_t n_head;  // KV heads
@@ -350,6 +350,7 @@ typedef struct pykvq_layer_moments {
     int64_t n_sample;
     const double * reach;
     const double * swing;
+    const double * output;
     double log_residual;
 } pykvq_layer_moments;
 

@@ -11,9 +11,10 @@
 namespace {
 
 constexpr char PREFIX[] = "kvq_moments_";
-// attention is computed again for one query in so many, and smaller weights are left out of the sums
+// attention is computed again for one query in so many; of keys with less than a certain weight, as many count as would have
+// that weight together, each for several
 constexpr int64_t SAMPLE_STEP = 8;
-constexpr float MIN_WEIGHT    = 1e-3f;
+constexpr float FULL_WEIGHT   = 0.03f;
 
 thread_local bool observing = false;
 
@@ -37,6 +38,21 @@ void add_products(const float * x, int64_t n, int64_t n_head, int64_t rows_a_hea
         for (int64_t i = 0; i < dim * dim; i++) {
             sums[h * dim * dim + i] += part[(size_t) i];
         }
+    }
+}
+
+// sums += x x^T
+void add_product(const std::vector<float> & x, std::vector<float> & sums) {
+    for (size_t i = 0; i < x.size(); i++) {
+        for (size_t j = 0; j < x.size(); j++) {
+            sums[i * x.size() + j] += x[i] * x[j];
+        }
+    }
+}
+
+void add_to(std::vector<double> & sums, size_t offset, const std::vector<float> & part) {
+    for (size_t i = 0; i < part.size(); i++) {
+        sums[offset + i] += (double) part[i];
     }
 }
 
@@ -76,6 +92,10 @@ struct attention_sample {
     std::vector<float> turned;  // keys [dim_k][n_tokens]
     std::vector<float> weights = std::vector<float>((size_t) n_tokens);
     std::vector<float> output  = std::vector<float>((size_t) layer.dim_v);
+    // the sums of kvq_layer_moments
+    double reach               = 0;
+    std::vector<float> swing   = std::vector<float>((size_t) (layer.dim_v * layer.dim_v));
+    std::vector<float> outputs = swing;
 
     attention_sample(const kvq_layer_moments & layer, int64_t h, int64_t n_skip, int64_t n_window)
         : layer(layer), h(h), n_skip(n_skip), n_window(n_window) {
@@ -107,31 +127,29 @@ struct attention_sample {
         }
     }
 
-    void add_to(double & reach, double * swing) {
-        std::vector<float> sums((size_t) (layer.dim_v * layer.dim_v));
+    void sample() {
         std::vector<float> away((size_t) layer.dim_v);
         for (int64_t query = n_skip + n_window; query < n_tokens; query += SAMPLE_STEP) {
             for (int64_t head = 0; head < group; head++) {
                 attend(query, head);
+                add_product(output, outputs);
+                float saved_up = 0.0f;
                 for (int64_t t = n_skip; t <= query - n_window; t++) {
                     const float weight = weights[(size_t) t];
-                    if (weight < MIN_WEIGHT) {
+                    reach += (double) (weight * weight);
+                    saved_up += std::min(weight, FULL_WEIGHT);
+                    if (saved_up < FULL_WEIGHT) {
                         continue;
                     }
-                    reach += (double) (weight * weight);
+                    saved_up -= FULL_WEIGHT;
+                    // p^2 for all that its weight was saved up from: p times the weight
+                    const float factor = std::sqrt(weight * std::max(weight, FULL_WEIGHT));
                     for (int64_t i = 0; i < layer.dim_v; i++) {
-                        away[(size_t) i] = weight * (value(t)[i] - output[(size_t) i]);
+                        away[(size_t) i] = factor * (value(t)[i] - output[(size_t) i]);
                     }
-                    for (int64_t i = 0; i < layer.dim_v; i++) {
-                        for (int64_t j = 0; j < layer.dim_v; j++) {
-                            sums[(size_t) (i * layer.dim_v + j)] += away[(size_t) i] * away[(size_t) j];
-                        }
-                    }
+                    add_product(away, swing);
                 }
             }
-        }
-        for (size_t i = 0; i < sums.size(); i++) {
-            swing[i] += (double) sums[i];
         }
     }
 };
@@ -139,11 +157,16 @@ struct attention_sample {
 // Once a text's queries, keys and values are there.
 void sample_attention(kvq_layer_moments & layer, int64_t n_skip, int64_t n_window) {
     const int64_t n_tokens = (int64_t) layer.text_k.size() / (layer.n_head * layer.dim_k);
+    const auto square      = (size_t) (layer.dim_v * layer.dim_v);
     layer.reach.resize((size_t) layer.n_head);
-    layer.swing.resize((size_t) (layer.n_head * layer.dim_v * layer.dim_v));
-    for (int64_t h = 0; h < layer.n_head; h++) {
-        attention_sample(layer, h, n_skip, n_window)
-            .add_to(layer.reach[(size_t) h], &layer.swing[(size_t) (h * layer.dim_v * layer.dim_v)]);
+    layer.swing.resize((size_t) layer.n_head * square);
+    layer.output.resize((size_t) layer.n_head * square);
+    for (size_t h = 0; h < (size_t) layer.n_head; h++) {
+        attention_sample part(layer, (int64_t) h, n_skip, n_window);
+        part.sample();
+        layer.reach[h] += part.reach;
+        add_to(layer.swing, h * square, part.swing);
+        add_to(layer.output, h * square, part.outputs);
     }
     layer.n_sample += std::max<int64_t>(0, (n_tokens - n_skip - n_window + SAMPLE_STEP - 1) / SAMPLE_STEP);
     layer.text_q.clear();

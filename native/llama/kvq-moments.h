@@ -24,9 +24,10 @@ struct kvq_layer_moments {
     std::vector<double> v;
 
     // Over some of the queries: sums over the keys that are no sinks and outside the window, p being the attention to them
-    int64_t n_sample = 0;       // queries a query head
-    std::vector<double> reach;  // [n_head], p^2
-    std::vector<double> swing;  // [n_head, dim_v, dim_v], p^2 (v - o) (v - o)^T, o being the attention's output
+    int64_t n_sample = 0;        // queries a query head
+    std::vector<double> reach;   // [n_head], p^2
+    std::vector<double> swing;   // [n_head, dim_v, dim_v], p^2 (v - o) (v - o)^T, o being the attention's output
+    std::vector<double> output;  // [n_head, dim_v, dim_v], o o^T
 
     // of the text that is being computed; [n_tokens, heads, dim]
     std::vector<float> text_q, text_k, text_v;

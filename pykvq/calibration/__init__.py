@@ -13,7 +13,7 @@ from pykvq.calibration.file import CalibrationInfo, model_hash
 from pykvq.calibration.moments import TEXT_TOKENS, LayerMoments, collect_moments
 from pykvq.calibration.own_text import write_texts
 from pykvq.calibration.transforms import BLOCK, layer_transform
-from pykvq.calibration.weights import output_grams
+from pykvq.calibration.weights import output_grams, output_norms
 from pykvq.errors import CalibrationError, InvalidArgumentError
 from pykvq.file_names import part_paths
 from pykvq.files import require_other_file
@@ -101,10 +101,10 @@ def calibrate(
     if spectral_keys is None:
         spectral_keys = all(layer.k.shape[-1] % BLOCK == 0 for layer in moments)
     _check_finite(moments, model_path)
-    grams = output_grams(model_path, moments)
+    grams, norms = output_grams(model_path, moments), output_norms(model_path)
     layers = []
     for i, layer in enumerate(moments):
-        layers.append(layer_transform(layer, grams.get(layer.layer), spectral=spectral_keys))
+        layers.append(layer_transform(layer, grams.get(layer.layer), norms.get(layer.layer), spectral=spectral_keys))
         report(_PASS_SHARE + (1 - _PASS_SHARE) * (i + 1) / len(moments))
     from pykvq import __version__
 

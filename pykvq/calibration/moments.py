@@ -29,8 +29,8 @@ class LayerMoments:
 
     qq, kk: mean of q qᵀ and k kᵀ after position rotation, [n_head, dim_k, dim_k]. vv: [n_head, dim_v, dim_v].
     k, v: means, [n_head, dim].
-    reach, swing: see ``pykvq_layer_moments``, sums over the query heads of a KV head and means over queries; [n_head]
-    and [n_head, dim_v, dim_v]. residual: squared norm of the residual stream that enters the layer.
+    reach, swing, output: see ``pykvq_layer_moments``, sums over the query heads of a KV head and means over queries;
+    [n_head], and twice [n_head, dim_v, dim_v]. residual: squared norm of the residual stream that enters the layer.
     """
 
     layer: int
@@ -43,6 +43,7 @@ class LayerMoments:
     kq_scale: float
     reach: Array
     swing: Array
+    output: Array
     residual: float
 
 
@@ -116,5 +117,6 @@ def _read_layer(moments: object, i: int) -> LayerMoments:
         kq_scale=float(layer.kq_scale),
         reach=read(layer.reach, h) / max(layer.n_sample, 1),
         swing=read(layer.swing, h, dim_v, dim_v) / max(layer.n_sample, 1),
+        output=read(layer.output, h, dim_v, dim_v) / max(layer.n_sample, 1),
         residual=float(np.exp(layer.log_residual)),
     )

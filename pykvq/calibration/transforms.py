@@ -69,11 +69,14 @@ def orthogonal(n: int) -> Array:
     return np.kron(hadamard / np.sqrt(power), cosine)
 
 
-def layer_transform(moments: LayerMoments, output_gram: Array | None, *, spectral: bool) -> LayerTransform:
+def layer_transform(
+    moments: LayerMoments, output_gram: Array | None, norm: float | None = None, *, spectral: bool
+) -> LayerTransform:
     """The transform of a layer.
 
     Args:
         output_gram: [n_head, dim_v, dim_v], mean of Woᵀ Wo over the query heads of a KV head; None for the identity.
+        norm: squared norm that the attention's output is brought to before it is added, of models that do so.
         spectral: deal the key coordinates to the classes of the spectral types, else mix all.
     """
     dim_v = moments.vv.shape[-1]
@@ -84,6 +87,8 @@ def layer_transform(moments: LayerMoments, output_gram: Array | None, *, spectra
     grams = np.eye(dim_v)[None].repeat(len(moments.vv), 0) if output_gram is None else output_gram
     values = [_value_basis(vv, gram, mean) for vv, gram, mean in zip(moments.vv, grams, moments.v, strict=True)]
     k, v = np.stack(keys), np.stack(values)
+    # what of an output's squared error is added to the residual stream, as part of that
+    share = (1.0 if norm is None else norm / _mean_square(grams, moments.output)) / moments.residual
     return LayerTransform(
         layer=moments.layer,
         k=k,
@@ -92,8 +97,8 @@ def layer_transform(moments: LayerMoments, output_gram: Array | None, *, spectra
         out=_inverse(v),
         k_mean=moments.k,
         v_mean=moments.v,
-        k_sensitivity=_key_sensitivity(k, moments, grams, spectral=spectral),
-        v_sensitivity=_value_sensitivity(v, moments, grams),
+        k_sensitivity=share * _key_error(k, moments, grams, spectral=spectral),
+        v_sensitivity=share * _value_error(v, moments, grams),
         windowed=moments.windowed,
     )
 
@@ -120,18 +125,22 @@ def _value_basis(vv: Array, gram: Array, mean: Array) -> Array:
     return _normalised(orthogonal(len(values)) @ balanced, values)
 
 
-def _key_sensitivity(bases: Array, moments: LayerMoments, grams: Array, *, spectral: bool) -> float:
+def _key_error(bases: Array, moments: LayerMoments, grams: Array, *, spectral: bool) -> float:
     """Noise e in a key moves its score by q·e, and the output by p (v - o) times that."""
     dim = bases.shape[-1]
     noise = np.tile(np.repeat(CLASS_NOISE, CLASS_SIZES), dim // BLOCK) if spectral else np.ones(dim)
     scores = moments.kq_scale**2 * _error_weights(bases, moments.qq) @ noise
-    outputs = np.einsum("hij,hji->h", grams, moments.swing)
-    return float(scores @ outputs) / moments.residual
+    return float(scores @ np.einsum("hij,hji->h", grams, moments.swing))
 
 
-def _value_sensitivity(bases: Array, moments: LayerMoments, grams: Array) -> float:
+def _value_error(bases: Array, moments: LayerMoments, grams: Array) -> float:
     """Noise in a value moves the output by p times that."""
-    return float(_error_weights(bases, grams).sum(-1) @ moments.reach) / moments.residual
+    return float(_error_weights(bases, grams).sum(-1) @ moments.reach)
+
+
+def _mean_square(grams: Array, outputs: Array) -> float:
+    """Of what the output projection makes of the heads, taken as independent; kept from zero."""
+    return max(float(np.einsum("hij,hji->", grams, outputs)), float(np.finfo(np.float64).tiny))
 
 
 def _error_weights(bases: Array, readers: Array) -> Array:

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 
 import gguf
 import numpy as np
 
 from pykvq.calibration.moments import Array, LayerMoments
 from pykvq.file_names import part_paths
+
+_OUTPUT_NORM = re.compile(r"blk\.(\d+)\.post_attention_norm\.weight")
+
+
+def output_norms(model_path: str | os.PathLike[str]) -> dict[int, float]:
+    """By layer, the squared norm of the weights that scale a normalized attention output before it is added, if any.
+
+    Where a layer has no other norm around its feed-forward part, as in gpt-oss, that one is before it, and not meant.
+    """
+    tensors = {tensor.name: tensor for path in part_paths(model_path) for tensor in gguf.GGUFReader(path).tensors}
+    result: dict[int, float] = {}
+    for name, tensor in tensors.items():
+        match = _OUTPUT_NORM.fullmatch(name)
+        if match is None or tensor.tensor_type != gguf.GGMLQuantizationType.F32:
+            continue
+        if tensors.keys() & {f"blk.{match[1]}.ffn_norm.weight", f"blk.{match[1]}.post_ffw_norm.weight"}:
+            result[int(match[1])] = float(np.square(tensor.data, dtype=np.float64).sum())
+    return result
 
 
 def output_grams(model_path: str | os.PathLike[str], layers: list[LayerMoments]) -> dict[int, Array]:
