@@ -71,7 +71,7 @@ def test_a_context_that_fails_frees_the_model_and_its_error_is_one_line(lib, mod
         ({"n_ctx": -1}, "n_ctx must be 0"),
         ({"n_batch": 0}, "n_batch must be between 1"),
         ({"kv_quant": "ultra5"}, "unknown KV format 'ultra5'"),
-        ({"flash_attn": False}, r"f16:128\+q4_ve needs flash attention"),
+        ({"flash_attn": False}, r"f16:128\+q4_ve@auto needs flash attention"),
         ({"n_threads": 2**40}, "n_threads=1099511627776"),
         ({"n_threads": "two"}, "n_threads='two'"),
     ],
@@ -93,7 +93,7 @@ def test_an_unknown_argument_is_a_type_error(llm, model_path):
 
 def test_a_library_of_another_abi_is_refused(lib):
     lib.abi_version = 7
-    with pytest.raises(LibraryError, match="ABI version 7, this package needs 4"):
+    with pytest.raises(LibraryError, match="ABI version 7, this package needs 5"):
         check_abi(lib)
 
 

@@ -33,6 +33,12 @@ def moments(dim_k: int, dim_v: int, n_head: int = 2, seed: int = 0) -> LayerMome
         vv=np.stack([covariance(dim_v) + np.outer(mean, mean) for mean in v]),
         k=k,
         v=v,
+        windowed=False,
+        kq_scale=dim_k**-0.5,
+        reach=np.ones(n_head),
+        swing=np.stack([np.eye(dim_v)] * n_head),
+        output=np.stack([np.eye(dim_v)] * n_head),
+        residual=1.0,
     )
 
 
@@ -98,3 +104,66 @@ def test_a_channel_that_never_changes_gives_finite_matrices():
     for matrix in (transform.k, transform.q, transform.v, transform.out):
         assert np.isfinite(matrix).all()
         assert np.abs(matrix).max() < 1e6
+
+
+class OneHead:
+    """Attention of one head to tokens that are all compressed, and its moments, computed without any shortcut."""
+
+    dim, n = 64, 40
+    scale, residual = 0.125, 7.0
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(2)
+        self.q, self.k, self.v = (self.rng.standard_normal((self.n, self.dim)) for _ in range(3))
+        self.wo = self.rng.standard_normal((96, self.dim))
+
+    def attend(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        weights = np.exp(self.scale * self.q @ k.T)
+        weights /= weights.sum(1, keepdims=True)
+        return weights, weights @ v
+
+    def moments(self) -> LayerMoments:
+        weights, output = self.attend(self.k, self.v)
+        away = self.v[None] - output[:, None]
+        return LayerMoments(
+            layer=0,
+            qq=(self.q.T @ self.q / self.n)[None],
+            kk=(self.k.T @ self.k / self.n)[None],
+            vv=(self.v.T @ self.v / self.n)[None],
+            k=self.k.mean(0)[None],
+            v=self.v.mean(0)[None],
+            windowed=False,
+            kq_scale=self.scale,
+            reach=np.array([(weights**2).sum() / self.n]),
+            swing=np.einsum("qt,qti,qtj->ij", weights**2, away, away)[None] / self.n,
+            output=(output.T @ output)[None] / self.n,
+            residual=self.residual,
+        )
+
+    def error(self, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Of what the output projection gives, [n, 96]."""
+        return np.asarray((self.attend(k, v)[1] - self.attend(self.k, self.v)[1]) @ self.wo.T)
+
+
+@pytest.mark.parametrize("what", ["k", "v"])
+def test_sensitivity_is_the_error_that_noise_makes(what):
+    head, noise, n_draws = OneHead(), 1e-3, 200
+    transform = layer_transform(head.moments(), (head.wo.T @ head.wo)[None], spectral=False)
+    inverse = np.linalg.inv(transform.k[0]) if what == "k" else transform.out[0]
+    total = 0.0
+    for _ in range(n_draws):
+        change = noise * head.rng.standard_normal((head.n, head.dim)) @ inverse.T
+        error = head.error(head.k + change, head.v) if what == "k" else head.error(head.k, head.v + change)
+        total += float((error**2).sum(1).mean())
+    found = total / n_draws / noise**2 / head.residual
+    assert found == pytest.approx(getattr(transform, f"{what}_sensitivity"), rel=0.1)
+
+
+def test_an_output_that_is_normalized_counts_as_what_is_added():
+    head, norm = OneHead(), 3.0
+    gram = (head.wo.T @ head.wo)[None]
+    plain, normalized = (layer_transform(head.moments(), gram, n, spectral=False) for n in (None, norm))
+    square = (head.attend(head.k, head.v)[1] @ head.wo.T) ** 2
+    share = norm / square.sum(1).mean()
+    assert normalized.v_sensitivity == pytest.approx(share * plain.v_sensitivity)
+    assert normalized.k_sensitivity == pytest.approx(share * plain.k_sensitivity)
