@@ -65,6 +65,9 @@ kvq_layer_types to_layer_types(const pykvq_model * model, int32_t layer, const c
 kvq_tier_spec to_tier_spec(const pykvq_model * model, const pykvq_kv_tier & tier) {
     const kvq_layer_types common = to_layer_types(model, 0, tier.type_k, tier.type_v);
     kvq_tier_spec spec           = { common.type_k, common.type_v, (uint32_t) tier.n_tokens };
+    if (tier.n_layers > 0) {
+        pykvq_require(tier.layers, "layers of a tier");
+    }
     for (int32_t i = 0; i < tier.n_layers; i++) {
         const pykvq_kv_layer & layer = tier.layers[i];
         spec.layers.push_back(to_layer_types(model, layer.layer, layer.type_k, layer.type_v));

@@ -342,6 +342,9 @@ def test_ten_contexts_in_turns(new_context):
         ("f16:1+q8_0:1+q8_0:1+q8_0:1+q8_0", "n_tiers is 5"),
         ("f16:64+q8_0+q4_ve", "n_tokens of a tier is 0"),
         ("f16:64+q9_9", "q9_9"),
+        ("f16:64+q4_ve@k99=q8_0", "layer of a tier is 99"),
+        ("f16:64+q4_ve@k1=f32", "f32"),
+        ("f16@k1=q8_0:64+q4_ve", "n_layers of a tier is 1"),
     ],
 )
 def test_bad_tiers_are_refused(new_context, tiers, message):
