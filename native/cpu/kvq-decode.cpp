@@ -1,5 +1,5 @@
-// Decoders to float. A type differs from another by its block only; what a processor does differently is in the four
-// functions at the top: 16 halves, 16 int8, 32 codes of 4 bits, 64 codes of 2 bits.
+// Decoders to float. A type differs from another by its block only; what a processor does differently is in the three
+// functions at the top: 16 int8, 32 codes of 4 bits, 64 codes of 2 bits.
 
 #include "kvq-decode.h"
 
@@ -48,10 +48,6 @@ __m512i widen_codes(const uint8_t * codes) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) codes));
 }
 
-void decode_half16(const uint16_t * x, float * out) {
-    _mm512_storeu_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) x)));
-}
-
 void decode_int16(const int8_t * x, float scale, float * out) {
     const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) x));
     _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_cvtepi32_ps(wide), _mm512_set1_ps(scale)));
@@ -82,11 +78,6 @@ void store_int16(__m128i x, float scale, float * out) {
     const __m256i high  = _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(x, x));
     _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(low), factor));
     _mm256_storeu_ps(out + 8, _mm256_mul_ps(_mm256_cvtepi32_ps(high), factor));
-}
-
-void decode_half16(const uint16_t * x, float * out) {
-    _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) x)));
-    _mm256_storeu_ps(out + 8, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (x + 8))));
 }
 
 void decode_int16(const int8_t * x, float scale, float * out) {
@@ -121,12 +112,6 @@ void store_int16(int8x16_t x, float scale, float * out) {
     }
 }
 
-void decode_half16(const uint16_t * x, float * out) {
-    for (int i = 0; i < 16; i += 4) {
-        vst1q_f32(out + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + i))));
-    }
-}
-
 void decode_int16(const int8_t * x, float scale, float * out) {
     store_int16(vld1q_s8(x), scale, out);
 }
@@ -149,12 +134,6 @@ void decode_crumbs(const uint8_t * codes, const int8_t * levels, float scale, fl
 }
 
 #else
-
-void decode_half16(const uint16_t * x, float * out) {
-    for (int i = 0; i < 16; i++) {
-        out[i] = GGML_CPU_FP16_TO_FP32(x[i]);
-    }
-}
 
 void decode_int16(const int8_t * x, float scale, float * out) {
     for (int i = 0; i < 16; i++) {
@@ -301,8 +280,8 @@ void decode_rows(const char * rows, size_t stride, int64_t n_rows, int64_t n_val
 
 void decode_halves(const uint16_t * x, int64_t n, float * out) {
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        decode_half16(x + i, out + i);
+    for (; i + LANES <= n; i += LANES) {
+        store(out + i, load(x + i));
     }
     for (; i < n; i++) {
         out[i] = GGML_CPU_FP16_TO_FP32(x[i]);

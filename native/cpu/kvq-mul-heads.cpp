@@ -7,7 +7,6 @@
 #include "ggml-impl.h"
 #include "kvq-cpu.h"
 #include "kvq-simd.h"
-#include "simd-mappings.h"
 
 #include <algorithm>
 #include <optional>
@@ -20,24 +19,6 @@ constexpr int64_t MIN_TURNED    = 16;  // tokens from which on it pays to turn t
 constexpr int64_t TOKENS_A_UNIT = 64;
 constexpr int AT_ONCE           = 8;
 constexpr int MAX_FUSED         = 3;  // queries, values and keys
-
-vfloat load(const ggml_fp16_t * x) {
-#if defined(KVQ_AVX512)
-    return (vfloat) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) x));
-#elif defined(KVQ_AVX2)
-    return (vfloat) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) x));
-#elif defined(KVQ_NEON)
-    return (vfloat) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
-#else
-    vfloat result;
-    for (int i = 0; i < LANES; i++) {
-        result[i] = GGML_CPU_FP16_TO_FP32(x[i]);
-    }
-    return result;
-#endif
-}
-
-using kvq::load;
 
 struct product {
     const ggml_tensor * matrix;  // [dim_in, dim_out, n_matrix], F32 or F16

@@ -3,6 +3,9 @@
 
 #pragma once
 
+#include "ggml-cpu-impl.h"
+#include "simd-mappings.h"
+
 #include <cstdint>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -30,6 +33,23 @@ typedef vint vint_unaligned __attribute__((aligned(4), may_alias));
 
 static inline vfloat load(const float * x) {
     return *(const vfloat_unaligned *) x;
+}
+
+// halves
+static inline vfloat load(const uint16_t * x) {
+#if defined(KVQ_AVX512)
+    return (vfloat) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) x));
+#elif defined(KVQ_AVX2)
+    return (vfloat) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) x));
+#elif defined(KVQ_NEON)
+    return (vfloat) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
+#else
+    vfloat result;
+    for (int i = 0; i < LANES; i++) {
+        result[i] = GGML_CPU_FP16_TO_FP32(x[i]);
+    }
+    return result;
+#endif
 }
 
 static inline void store(float * x, vfloat v) {
