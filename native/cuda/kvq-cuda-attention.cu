@@ -64,10 +64,8 @@ void add_tiers(attention_args & a, const ggml_tensor * op) {
         tier.n_rows           = (int32_t) k->ne[1];
         tier.start            = cell;
         tier.first_tile       = a.n_tiles;
-        for (int i = 0; i < 3; i++) {
-            tier.k_stride[i] = (int64_t) k->nb[i + 1];
-            tier.v_stride[i] = (int64_t) v->nb[i + 1];
-        }
+        set_strides(tier.k_stride, k);
+        set_strides(tier.v_stride, v);
         cell += tier.n_rows;
         a.n_tiles += (tier.n_rows + TILE - 1) / TILE;
     }
@@ -81,10 +79,8 @@ attention_args read_op(const ggml_tensor * op) {
     a.mask                   = mask ? (const uint8_t *) mask->data : nullptr;
     a.sinks                  = op->src[4] ? (const float *) op->src[4]->data : nullptr;
     a.dst                    = (uint8_t *) op->data;
-    for (int i = 0; i < 3; i++) {
-        a.q_stride[i]   = (int64_t) q->nb[i + 1];
-        a.dst_stride[i] = (int64_t) op->nb[i + 1];
-    }
+    set_strides(a.q_stride, q);
+    set_strides(a.dst_stride, op);
     if (mask) {
         a.mask_stride[0] = (int64_t) mask->nb[1];
         a.mask_stride[1] = (int64_t) mask->nb[3];

@@ -65,18 +65,14 @@ void encode(ggml_backend_cuda_context & ctx, const ggml_tensor * src, const ggml
     a.n1           = src->ne[1];
     a.n2           = src->ne[2];
     a.n3           = src->ne[3];
-    for (int i = 0; i < 3; i++) {
-        a.src_stride[i] = (int64_t) src->nb[i + 1];
-        a.dst_stride[i] = (int64_t) dst->nb[i + 1];
-    }
+    set_strides(a.src_stride, src);
+    set_strides(a.dst_stride, dst);
     if (rows) {
         a.rows      = (const uint8_t *) rows->data;
         a.rows_wide = rows->type == GGML_TYPE_I64;
         a.rows_n2   = rows->ne[1];
         a.rows_n3   = rows->ne[2];
-        for (int i = 0; i < 3; i++) {
-            a.rows_stride[i] = (int64_t) rows->nb[i];
-        }
+        set_strides(a.rows_stride, rows, 0);
     }
     const int64_t n = a.n_blocks_row * a.n1 * a.n2 * a.n3;
     if (n == 0) {
@@ -120,15 +116,11 @@ void decode(ggml_backend_cuda_context & ctx, const ggml_tensor * src, const ggml
     a.n1          = dst->ne[1];
     a.n2          = dst->ne[2];
     a.n3          = dst->ne[3];
-    for (int i = 0; i < 3; i++) {
-        a.src_stride[i] = (int64_t) src->nb[i + 1];
-        a.dst_stride[i] = (int64_t) dst->nb[i + 1];
-    }
+    set_strides(a.src_stride, src);
+    set_strides(a.dst_stride, dst);
     if (rows) {
         a.rows = (const uint8_t *) rows->data;
-        for (int i = 0; i < 3; i++) {
-            a.rows_stride[i] = (int64_t) rows->nb[i];
-        }
+        set_strides(a.rows_stride, rows, 0);
     }
     launch_decode(ctx, a);
 }
@@ -216,9 +208,7 @@ void decode_to_half(ggml_backend_cuda_context & ctx, const ggml_tensor * tier, i
     a.dst_stride[0] = dim * (int64_t) sizeof(uint16_t);
     a.dst_stride[1] = head_stride;
     a.dst_stride[2] = stream_stride;
-    for (int i = 0; i < 3; i++) {
-        a.src_stride[i] = (int64_t) tier->nb[i + 1];
-    }
+    set_strides(a.src_stride, tier);
     launch_decode(ctx, a);
 }
 

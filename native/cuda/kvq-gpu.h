@@ -62,6 +62,30 @@ struct alignas(16) float4v {
     float f[4];
 };
 
+// What the host and clang spell alike; nvcc has intrinsics that -use_fast_math leaves alone.
+#if defined(KVQ_SIMT) || defined(__HIP__)
+
+KVQ_DEVICE float divide(float a, float b) {
+    return a / b;
+}
+
+KVQ_DEVICE float square_root(float a) {
+    return __builtin_sqrtf(a);
+}
+
+KVQ_DEVICE float round_even(float x) {
+    return __builtin_rintf(x);
+}
+
+KVQ_DEVICE int dot4_by_bytes(uint32_t a, uint32_t b, int sum) {
+    for (int i = 0; i < 32; i += 8) {
+        sum += (int) (int8_t) (a >> i) * (int) (int8_t) (b >> i);
+    }
+    return sum;
+}
+
+#endif
+
 #if defined(KVQ_SIMT)
 
 using simt::barrier;
@@ -85,20 +109,8 @@ KVQ_DEVICE float add(float a, float b) {
     return a + b;
 }
 
-KVQ_DEVICE float divide(float a, float b) {
-    return a / b;
-}
-
-KVQ_DEVICE float square_root(float a) {
-    return __builtin_sqrtf(a);
-}
-
 KVQ_DEVICE float exp2_fast(float x) {
     return __builtin_exp2f(x);
-}
-
-KVQ_DEVICE float round_even(float x) {
-    return __builtin_rintf(x);
 }
 
 KVQ_DEVICE float bits_to_float(uint32_t x) {
@@ -114,10 +126,7 @@ KVQ_DEVICE uint32_t float_to_bits(float x) {
 }
 
 KVQ_DEVICE int dot4(uint32_t a, uint32_t b, int sum) {
-    for (int i = 0; i < 32; i += 8) {
-        sum += (int) (int8_t) (a >> i) * (int) (int8_t) (b >> i);
-    }
-    return sum;
+    return dot4_by_bytes(a, b, sum);
 }
 
 #elif defined(__HIP__)
@@ -192,20 +201,8 @@ KVQ_DEVICE float add(float a, float b) {
     return a + b;
 }
 
-KVQ_DEVICE float divide(float a, float b) {
-    return a / b;
-}
-
-KVQ_DEVICE float square_root(float a) {
-    return __builtin_sqrtf(a);
-}
-
 KVQ_DEVICE float exp2_fast(float x) {
     return __builtin_amdgcn_exp2f(x);
-}
-
-KVQ_DEVICE float round_even(float x) {
-    return __builtin_rintf(x);
 }
 
 // products of four signed bytes, summed
@@ -218,10 +215,7 @@ KVQ_DEVICE int dot4(uint32_t a, uint32_t b, int sum) {
         defined(__gfx1035__) || defined(__gfx1036__)
     return __builtin_amdgcn_sdot4((int) a, (int) b, sum, false);
 #    else
-    for (int i = 0; i < 32; i += 8) {
-        sum += (int) (int8_t) (a >> i) * (int) (int8_t) (b >> i);
-    }
-    return sum;
+    return dot4_by_bytes(a, b, sum);
 #    endif
 }
 
