@@ -52,27 +52,26 @@ void require_params(const pykvq_context_params & params) {
     require_number("yarn_beta_slow", params.yarn_beta_slow);
 }
 
-kvq_layer_types to_layer_types(const pykvq_model * model, int32_t layer, const char * type_k, const char * type_v) {
-    require_range("layer of a tier", layer, 0, llama_model_n_layer(model->model) - 1);
-    const kvq_layer_types types = { layer, pykvq_kv_type(type_k, "type_k of a tier"),
-                                    pykvq_kv_type(type_v, "type_v of a tier") };
-    if (types.type_k == GGML_TYPE_F32 || types.type_v == GGML_TYPE_F32) {
-        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "a tier cannot be f32: flash attention reads f16 and smaller");
-    }
-    return types;
-}
-
+// Reads a tier; the types are valid ones, and not yet checked to be such as a tier may have.
 kvq_tier_spec to_tier_spec(const pykvq_model * model, const pykvq_kv_tier & tier) {
-    const kvq_layer_types common = to_layer_types(model, 0, tier.type_k, tier.type_v);
-    kvq_tier_spec spec           = { common.type_k, common.type_v, (uint32_t) tier.n_tokens };
+    kvq_tier_spec spec = { pykvq_kv_type(tier.type_k, "type_k of a tier"),
+                           pykvq_kv_type(tier.type_v, "type_v of a tier"), (uint32_t) tier.n_tokens };
     if (tier.n_layers > 0) {
         pykvq_require(tier.layers, "layers of a tier");
     }
     for (int32_t i = 0; i < tier.n_layers; i++) {
         const pykvq_kv_layer & layer = tier.layers[i];
-        spec.layers.push_back(to_layer_types(model, layer.layer, layer.type_k, layer.type_v));
+        require_range("layer of a tier", layer.layer, 0, llama_model_n_layer(model->model) - 1);
+        spec.layers.push_back({ layer.layer, pykvq_kv_type(layer.type_k, "type_k of a tier"),
+                                pykvq_kv_type(layer.type_v, "type_v of a tier") });
     }
     return spec;
+}
+
+void require_no_f32(ggml_type type_k, ggml_type type_v) {
+    if (type_k == GGML_TYPE_F32 || type_v == GGML_TYPE_F32) {
+        pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT, "a tier cannot be f32: flash attention reads f16 and smaller");
+    }
 }
 
 // Reads and checks the tiers of the parameters; empty without.
@@ -105,6 +104,12 @@ kvq_tier_config to_tier_config(const pykvq_model * model, const pykvq_context_pa
         pykvq_throw(PYKVQ_STATUS_INVALID_ARGUMENT,
                     "the first tier holds the newest tokens and must be f16 or bf16, not %s/%s", params.tiers[0].type_k,
                     params.tiers[0].type_v);
+    }
+    for (const kvq_tier_spec & tier : config.tiers) {
+        require_no_f32(tier.type_k, tier.type_v);
+        for (const kvq_layer_types & layer : tier.layers) {
+            require_no_f32(layer.type_k, layer.type_v);
+        }
     }
     config.n_sink   = (uint32_t) params.n_sink;
     config.n_ubatch = (uint32_t) std::min(params.n_ubatch, params.n_batch);

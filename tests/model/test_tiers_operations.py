@@ -335,7 +335,7 @@ def test_ten_contexts_in_turns(new_context):
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
-        ("f32:64+f16", "f32"),
+        ("f32:64+f16", "first tier"),
         ("q8_0:64+q4_ve", "first tier"),
         ("f16:64+f32", "f32"),
         ("f16:64", "n_tiers is 1"),
