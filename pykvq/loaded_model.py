@@ -22,7 +22,6 @@ from pykvq.kv_auto import AutomaticChoice, choose_format, parse_memory
 from pykvq.kv_config import (
     DEFAULT_PRESET,
     DEFAULT_SINKS,
-    KV_TYPE_BITS,
     OWN_TYPES,
     KVConfig,
     kv_presets,
@@ -367,7 +366,7 @@ class LoadedModel:
         tiers = [
             {
                 **asdict(tier),
-                "bits_per_element": (KV_TYPE_BITS[tier.type_k] + KV_TYPE_BITS[tier.type_v]) / 2,
+                "bits_per_element": own.bits_per_element(),
                 "layers": own.types_of_layers(),
             }
             for tier, own in zip(self._context.read_tiers(), self._kv.tiers, strict=False)

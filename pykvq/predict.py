@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from pykvq import native
-from pykvq.calibration import find
+from pykvq.calibration import CalibrationInfo, find
 from pykvq.errors import CalibrationError, ModelFileError, OutOfMemoryError, UnsupportedModelError
 from pykvq.gguf_header import Header, read_headers
 from pykvq.handles import FieldValue, context_params
@@ -103,13 +104,17 @@ class Predictor:
 
     def calibrated(self, kv: KVConfig) -> KVConfig:
         """The format as a load with a calibration has it, or at most as large while there is none."""
-        try:
-            calibration = find(self._path) if any(tier.dealt for tier in kv.tiers) else None
-        except CalibrationError:
-            calibration = None
-        if calibration is not None:
-            return with_calibration(kv, calibration)
+        if any(tier.dealt for tier in kv.tiers) and self._calibration is not None:
+            return with_calibration(kv, self._calibration)
         return usual_deal(kv.with_spectral_keys() if self._sorts_keys else kv, self._model.info.n_layer)
+
+    @cached_property
+    def _calibration(self) -> CalibrationInfo | None:
+        """The one that is there; a damaged or foreign one is as none."""
+        try:
+            return find(self._path)
+        except CalibrationError:
+            return None
 
     def as_loaded(self, kv: KVConfig) -> KVConfig:
         """The format as ``Llama`` has it if nothing is said of a calibration."""
