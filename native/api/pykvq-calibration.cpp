@@ -6,7 +6,7 @@
 #include <numeric>
 
 struct pykvq_moments {
-    pykvq_moments(int32_t n_skip, int32_t n_window) : moments(n_skip, n_window) {}
+    pykvq_moments(const llama_model * model, int32_t n_skip, int32_t n_window) : moments(model, n_skip, n_window) {}
 
     kvq_moments moments;
     std::vector<pykvq_layer_moments> layers;
@@ -75,7 +75,7 @@ pykvq_status pykvq_moments_collect(pykvq_model * model, const pykvq_context_para
         if (llama_model_rope_type(model->model) == LLAMA_ROPE_TYPE_NONE) {
             pos_step = 0;
         }
-        auto result = std::make_unique<pykvq_moments>(n_skip, n_window);
+        auto result = std::make_unique<pykvq_moments>(model->model, n_skip, n_window);
         const kvq_moments::scope scope;
         const auto context = pykvq_context_make(model, text_params, kvq_moments::on_node, &result->moments);
         for (int32_t start = 0; start < n_tokens; start += n_text) {

@@ -167,14 +167,15 @@ PYKVQ_API bool pykvq_token_is_control(const pykvq_model * model, int32_t token);
 
 // --- context ---
 
-// Where tokens are kept from a certain age on. Tiers are listed youngest first; n_tokens of a sequence stay in each, the
-// last one takes what is left. The first one's n_tokens is the window.
+// The types of one layer.
 typedef struct pykvq_kv_layer {
     int32_t layer;
     const char * type_k;
     const char * type_v;
 } pykvq_kv_layer;
 
+// Where tokens are kept from a certain age on. Tiers are listed youngest first; n_tokens of a sequence stay in each, the
+// last one takes what is left. The first one's n_tokens is the window.
 typedef struct pykvq_kv_tier {
     const char * type_k;
     const char * type_v;
@@ -332,7 +333,8 @@ typedef struct pykvq_moments pykvq_moments;
 //
 // What an error costs: over n_sample queries of each query head, with p the attention to a key that is no sink and outside the
 // window, v its value and o the output, reach [n_head] is the sum of p^2, swing [n_head, dim_v, dim_v] that of p^2 (v - o)
-// (v - o)^T and output that of o o^T. log_residual is the mean logarithm of the squared norm of the residual stream that enters the layer.
+// (v - o)^T and output that of o o^T. log_residual is the mean logarithm of the squared norm of the residual stream that
+// enters the layer.
 typedef struct pykvq_layer_moments {
     int32_t layer;
     int32_t n_head;  // KV heads
@@ -347,7 +349,7 @@ typedef struct pykvq_layer_moments {
     const double * v;
     bool windowed;  // a sliding-window layer, which has no tiers
     float kq_scale;
-    int64_t n_sample;
+    int64_t n_sample;  // 0 of a windowed layer
     const double * reach;
     const double * swing;
     const double * output;
@@ -355,8 +357,8 @@ typedef struct pykvq_layer_moments {
 } pykvq_layer_moments;
 
 // Computes texts of n_text tokens each, text i from position i * pos_step on, and collects what attention sees of all but the
-// first n_skip tokens of each; the newest n_window tokens cost nothing. A model that does not rotate positions starts at 0 each time. n_ctx and batch sizes of params
-// are ignored. Progress runs from 0 to 1; when it returns false the call ends with PYKVQ_STATUS_ABORTED.
+// first n_skip tokens of each; the newest n_window tokens cost nothing. A model that does not rotate positions starts at 0
+// each time. n_ctx and batch sizes of params are ignored. Progress runs from 0 to 1; when it returns false the call ends with PYKVQ_STATUS_ABORTED.
 PYKVQ_API pykvq_status pykvq_moments_collect(pykvq_model * model, const pykvq_context_params * params,
                                              const int32_t * tokens, int32_t n_tokens, int32_t n_text, int32_t pos_step,
                                              int32_t n_skip, int32_t n_window, pykvq_progress_fn progress,

@@ -1,6 +1,7 @@
 #include "kvq-moments.h"
 
 #include "ggml-backend.h"
+#include "kvq-llama.h"
 
 #include <algorithm>
 #include <cmath>
@@ -158,9 +159,6 @@ struct attention_sample {
 void sample_attention(kvq_layer_moments & layer, int64_t n_skip, int64_t n_window) {
     const int64_t n_tokens = (int64_t) layer.text_k.size() / (layer.n_head * layer.dim_k);
     const auto square      = (size_t) (layer.dim_v * layer.dim_v);
-    layer.reach.resize((size_t) layer.n_head);
-    layer.swing.resize((size_t) layer.n_head * square);
-    layer.output.resize((size_t) layer.n_head * square);
     for (size_t h = 0; h < (size_t) layer.n_head; h++) {
         attention_sample part(layer, (int64_t) h, n_skip, n_window);
         part.sample();
@@ -169,9 +167,6 @@ void sample_attention(kvq_layer_moments & layer, int64_t n_skip, int64_t n_windo
         add_to(layer.output, h * square, part.outputs);
     }
     layer.n_sample += std::max<int64_t>(0, (n_tokens - n_skip - n_window + SAMPLE_STEP - 1) / SAMPLE_STEP);
-    layer.text_q.clear();
-    layer.text_k.clear();
-    layer.text_v.clear();
 }
 
 }  // namespace
@@ -281,6 +276,15 @@ void kvq_moments::add(int32_t il, char what, int64_t n_head, float kq_scale, con
             add_to(layer.vv, &layer.v);
     }
     if (!layer.text_q.empty() && !layer.text_k.empty() && !layer.text_v.empty()) {
-        sample_attention(layer, n_skip, n_window);
+        const auto square = (size_t) (layer.dim_v * layer.dim_v);
+        layer.reach.resize((size_t) n_head);
+        layer.swing.resize((size_t) n_head * square);
+        layer.output.resize((size_t) n_head * square);
+        if (!kvq_model_layer_is_windowed(model, il)) {
+            sample_attention(layer, n_skip, n_window);
+        }
+        layer.text_q.clear();
+        layer.text_k.clear();
+        layer.text_v.clear();
     }
 }

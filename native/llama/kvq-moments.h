@@ -23,7 +23,7 @@ struct kvq_layer_moments {
     std::vector<double> k;   // [n_head, dim_k]
     std::vector<double> v;
 
-    // Over some of the queries: sums over the keys that are no sinks and outside the window, p being the attention to them
+    // Over some of the queries, of layers that see all tokens: sums over the keys that are no sinks and outside the window, p being the attention to them
     int64_t n_sample = 0;        // queries a query head
     std::vector<double> reach;   // [n_head], p^2
     std::vector<double> swing;   // [n_head, dim_v, dim_v], p^2 (v - o) (v - o)^T, o being the attention's output
@@ -44,7 +44,8 @@ public:
     };
 
     // The first n_skip tokens of each micro-batch do not count; the window is that of a cache, whose tokens stay exact.
-    kvq_moments(int64_t n_skip, int64_t n_window) : n_skip(n_skip), n_window(n_window) {}
+    kvq_moments(const llama_model * model, int64_t n_skip, int64_t n_window)
+        : model(model), n_skip(n_skip), n_window(n_window) {}
 
     // Called where a graph enters attention, with q [dim, n_head, n_tokens], k and v [dim, n_head_kv, n_tokens] or NULL; scores
     // are kq_scale q k.
@@ -62,6 +63,7 @@ private:
     void add(int32_t il, char what, int64_t n_head, float kq_scale, const ggml_tensor * node);
     void add_residual(int32_t il, const ggml_tensor * node);
 
+    const llama_model * model;
     int64_t n_skip;
     int64_t n_window;
     std::map<int32_t, kvq_layer_moments> layers;

@@ -13,7 +13,7 @@ from pykvq.calibration.file import CalibrationInfo, model_hash
 from pykvq.calibration.moments import TEXT_TOKENS, LayerMoments, collect_moments
 from pykvq.calibration.own_text import write_texts
 from pykvq.calibration.transforms import BLOCK, layer_transform
-from pykvq.calibration.weights import output_grams, output_norms
+from pykvq.calibration.weights import output_grams, output_norms, read_tensors
 from pykvq.errors import CalibrationError, InvalidArgumentError
 from pykvq.file_names import part_paths
 from pykvq.files import require_other_file
@@ -101,7 +101,8 @@ def calibrate(
     if spectral_keys is None:
         spectral_keys = all(layer.k.shape[-1] % BLOCK == 0 for layer in moments)
     _check_finite(moments, model_path)
-    grams, norms = output_grams(model_path, moments), output_norms(model_path)
+    tensors = read_tensors(model_path)
+    grams, norms = output_grams(tensors, moments), output_norms(tensors)
     layers = []
     for i, layer in enumerate(moments):
         layers.append(layer_transform(layer, grams.get(layer.layer), norms.get(layer.layer), spectral=spectral_keys))

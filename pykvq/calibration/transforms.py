@@ -37,7 +37,7 @@ class LayerTransform:
     k_sensitivity, v_sensitivity: the squared error that the layer adds to the residual stream, as part of that, when
     the stored coordinates of all keys (values) but sinks and window get noise of variance 1. Of the strong coordinates
     of sorted keys, CLASS_NOISE of that.
-    windowed: a sliding-window layer, whose cache has no tiers.
+    windowed: a sliding-window layer, whose cache has no tiers; its sensitivities are 0.
     """
 
     layer: int
@@ -87,8 +87,9 @@ def layer_transform(
     grams = np.eye(dim_v)[None].repeat(len(moments.vv), 0) if output_gram is None else output_gram
     values = [_value_basis(vv, gram, mean) for vv, gram, mean in zip(moments.vv, grams, moments.v, strict=True)]
     k, v = np.stack(keys), np.stack(values)
-    # what of an output's squared error is added to the residual stream, as part of that
-    share = (1.0 if norm is None else norm / _mean_square(grams, moments.output)) / moments.residual
+    # of an output's squared error, what is added to the residual stream as part of it; windowed layers are not sampled
+    gain = 1.0 if norm is None else norm / _mean_square(grams, moments.output)
+    share = 0.0 if moments.windowed else gain / moments.residual
     return LayerTransform(
         layer=moments.layer,
         k=k,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 
 import gguf
 import numpy as np
@@ -14,12 +15,16 @@ from pykvq.file_names import part_paths
 _OUTPUT_NORM = re.compile(r"blk\.(\d+)\.post_attention_norm\.weight")
 
 
-def output_norms(model_path: str | os.PathLike[str]) -> dict[int, float]:
+def read_tensors(model_path: str | os.PathLike[str]) -> dict[str, gguf.ReaderTensor]:
+    """The tensors of all files of a model by name; their data is mapped."""
+    return {tensor.name: tensor for path in part_paths(model_path) for tensor in gguf.GGUFReader(path).tensors}
+
+
+def output_norms(tensors: Mapping[str, gguf.ReaderTensor]) -> dict[int, float]:
     """By layer, the squared norm of the weights that scale a normalized attention output before it is added, if any.
 
     Where a layer has no other norm around its feed-forward part, as in gpt-oss, that one is before it, and not meant.
     """
-    tensors = {tensor.name: tensor for path in part_paths(model_path) for tensor in gguf.GGUFReader(path).tensors}
     result: dict[int, float] = {}
     for name, tensor in tensors.items():
         match = _OUTPUT_NORM.fullmatch(name)
@@ -30,24 +35,22 @@ def output_norms(model_path: str | os.PathLike[str]) -> dict[int, float]:
     return result
 
 
-def output_grams(model_path: str | os.PathLike[str], layers: list[LayerMoments]) -> dict[int, Array]:
+def output_grams(tensors: Mapping[str, gguf.ReaderTensor], layers: list[LayerMoments]) -> dict[int, Array]:
     """Mean of Woᵀ Wo over the query heads of each KV head, [n_head, dim_v, dim_v], by layer.
 
     Layers whose output projection is missing, merged with another or of a type that cannot be decoded are left out.
     """
-    by_name = {f"blk.{layer.layer}.attn_output.weight": layer for layer in layers}
     result: dict[int, Array] = {}
-    for path in part_paths(model_path):
-        for tensor in gguf.GGUFReader(path).tensors:
-            layer = by_name.get(tensor.name)
-            if layer is None:
-                continue
-            n_head, dim_v = layer.v.shape
-            try:
-                weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            except NotImplementedError:
-                continue
-            heads = np.asarray(weight, dtype=np.float32).reshape(len(weight), n_head, -1, dim_v)
-            rows = heads.transpose(1, 0, 2, 3).reshape(n_head, -1, dim_v)
-            result[layer.layer] = (rows.transpose(0, 2, 1) @ rows).astype(np.float64) / heads.shape[2]
+    for layer in layers:
+        tensor = tensors.get(f"blk.{layer.layer}.attn_output.weight")
+        if tensor is None:
+            continue
+        n_head, dim_v = layer.v.shape
+        try:
+            weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            continue
+        heads = np.asarray(weight, dtype=np.float32).reshape(len(weight), n_head, -1, dim_v)
+        rows = heads.transpose(1, 0, 2, 3).reshape(n_head, -1, dim_v)
+        result[layer.layer] = (rows.transpose(0, 2, 1) @ rows).astype(np.float64) / heads.shape[2]
     return result
