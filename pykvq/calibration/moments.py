@@ -64,11 +64,7 @@ def collect_moments(
     """
     if len(tokens) < TEXT_TOKENS:
         raise InvalidArgumentError(f"the text has {len(tokens)} tokens: a calibration needs {TEXT_TOKENS} at least")
-    n_passage = min(PASSAGE_TOKENS, len(tokens), max(TEXT_TOKENS, n_positions) // 2)
-    passages = [tokens[start : start + n_passage] for start in range(0, len(tokens), n_passage)]
-    ids = np.concatenate([np.tile(np.asarray(passage, dtype=np.int32), 2) for passage in passages])
-    step = max(0, n_positions - 2 * n_passage) // max(1, len(passages) - 1)
-
+    ids, n_text, step = _texts(tokens, n_positions)
     ffi, lib = native.load()
     values = {"n_threads": n_threads, "n_threads_batch": n_threads, "kv_unified": True}
     params, keep_alive = context_params(parse_kv_config("f16"), values)
@@ -80,7 +76,7 @@ def collect_moments(
             params,
             int32_pointer(ids),
             len(ids),
-            2 * n_passage,
+            n_text,
             step,
             DEFAULT_SINKS,
             _WINDOW,
@@ -93,6 +89,14 @@ def collect_moments(
         return [_read_layer(out[0], i) for i in range(lib.pykvq_moments_layer_count(out[0]))]
     finally:
         lib.pykvq_moments_free(out[0])
+
+
+def _texts(tokens: Sequence[int], n_positions: int) -> tuple[npt.NDArray[np.int32], int, int]:
+    """Texts of a passage twice in a row: their tokens, the length of one, and how far apart their positions start."""
+    n_passage = min(PASSAGE_TOKENS, len(tokens), max(TEXT_TOKENS, n_positions) // 2)
+    passages = [tokens[start : start + n_passage] for start in range(0, len(tokens), n_passage)]
+    ids = np.concatenate([np.tile(np.asarray(passage, dtype=np.int32), 2) for passage in passages])
+    return ids, 2 * n_passage, max(0, n_positions - 2 * n_passage) // max(1, len(passages) - 1)
 
 
 def _read_layer(moments: object, i: int) -> LayerMoments:

@@ -51,6 +51,14 @@ def test_the_first_load_calibrates_and_the_second_does_not(path):
     assert calibration.stat().st_mtime_ns == written
 
 
+def test_types_of_single_layers_reach_the_cache(path):
+    plain, raised = (load(path, kv_quant=f"f16:128+q4_ve{layers}") for layers in ("", "@k1=q8_0,v0=q2_t"))
+    assert raised["tiers"][1]["layers"] == {"k1": "q8_0", "v0": "q2_t"}
+    # keys of a layer from 4.5 to 8.5 bits, values of one from 4.25 to 2.25, of two layers
+    more = (4.0 - 2.0) / (2 * (4.5 + 4.25))
+    assert raised["tiers"][1]["n_bytes"] == pytest.approx(plain["tiers"][1]["n_bytes"] * (1 + more))
+
+
 def test_without_a_use_for_it_nothing_is_calibrated(path):
     assert load(path, kv_quant="q8_0")["calibration"] is None
     info = load(path, calibrate="never")

@@ -70,6 +70,12 @@ def test_an_older_tier_never_has_the_larger_type():
             assert KV_TYPE_BITS[younger] >= KV_TYPE_BITS[older]
 
 
+def test_what_a_younger_tier_rounded_gets_no_larger_type():
+    one_layer = info([(1.0, 1e-9), *[(1e-9, 1e-9)] * 15])
+    assert dealt("f16:128+q2_t@auto", one_layer).tiers[1].types_of_layers()["k0"] == "q8_0"
+    assert dealt("f16:128+q4_ve:64+q2_t@auto", one_layer).tiers[2].types_of_layers()["k0"] == "q4_ves"
+
+
 def test_without_a_calibration_all_layers_are_alike():
     kv = dealt("ultra2", None)
     assert str(kv) == "f16:128+q4_ve:16384+q2_t"

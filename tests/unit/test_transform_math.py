@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pykvq.calibration.moments import LayerMoments
+from pykvq.calibration.moments import LayerMoments, _texts
 from pykvq.calibration.transforms import (
     CLASS_DEVIATIONS,
     class_slices,
@@ -167,3 +167,24 @@ def test_an_output_that_is_normalized_counts_as_what_is_added():
     share = norm / square.sum(1).mean()
     assert normalized.v_sensitivity == pytest.approx(share * plain.v_sensitivity)
     assert normalized.k_sensitivity == pytest.approx(share * plain.k_sensitivity)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_positions", "n_text", "step"),
+    [
+        (2048, 2048, 2048, 0),
+        (2048, 8192, 2048, 6144),
+        (2048, 512, 512, 0),
+        (300, 2048, 600, 1448),
+        (1500, 4096, 2048, 2048),
+    ],
+)
+def test_each_passage_is_computed_twice_in_a_row(n_tokens, n_positions, n_text, step):
+    ids, *rest = _texts(range(n_tokens), n_positions)
+    assert rest == [n_text, step]
+    expected = [
+        token
+        for start in range(0, n_tokens, n_text // 2)
+        for token in 2 * list(range(start, min(start + n_text // 2, n_tokens)))
+    ]
+    assert ids.tolist() == expected
