@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Mapping
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,9 +17,26 @@ from pykvq.file_names import part_paths
 _OUTPUT_NORM = re.compile(r"blk\.(\d+)\.post_attention_norm\.weight")
 
 
+class _TensorReader(gguf.GGUFReader):
+    """Passes over arrays of metadata: the vocabulary of a model takes the library seconds."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        file = self.data.data
+        item, count = struct.unpack_from("<IQ", file, orig_offs)
+        end = orig_offs + struct.calcsize("<IQ")
+        if item == gguf.GGUFValueType.STRING:
+            for _ in range(count):
+                end += 8 + struct.unpack_from("<Q", file, end)[0]
+        else:
+            end += count * np.dtype(self.gguf_scalar_to_np[item]).itemsize
+        return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY]
+
+
 def read_tensors(model_path: str | os.PathLike[str]) -> dict[str, gguf.ReaderTensor]:
     """The tensors of all files of a model by name; their data is mapped."""
-    return {tensor.name: tensor for path in part_paths(model_path) for tensor in gguf.GGUFReader(path).tensors}
+    return {tensor.name: tensor for path in part_paths(model_path) for tensor in _TensorReader(path).tensors}
 
 
 def output_norms(tensors: Mapping[str, gguf.ReaderTensor]) -> dict[int, float]:
