@@ -20,7 +20,7 @@ struct state_header {
     char magic[8];
     uint32_t version;
     int32_t whole;            // 1 for all sequences, 0 for one
-    char layout[NAME_BYTES];  // KV types and tiers, NUL-terminated
+    char layout[NAME_BYTES];  // KV types, tiers and calibration in words, NUL-terminated
     char model[HASH_BYTES];
     uint64_t payload_bytes;
     char checksum[HASH_BYTES];  // of the header, with this field zero, and of the payload's SHA-256
@@ -42,6 +42,15 @@ std::string model_fingerprint(const pykvq_model * model) {
     return hash_sha256_hex(text.data(), text.size());
 }
 
+// What does not fit, as the types of many single layers, is told apart by a hash at the end.
+std::string layout_name(const std::string & layout) {
+    if (layout.size() < NAME_BYTES) {
+        return layout;
+    }
+    const std::string end = "... " + hash_sha256_hex(layout.data(), layout.size());
+    return layout.substr(0, NAME_BYTES - 1 - end.size()) + end;
+}
+
 void set_checksum(state_header & header, const uint8_t * payload, size_t n_bytes) {
     std::memset(header.checksum, 0, HASH_BYTES);
     const std::string text = std::string((const char *) &header, sizeof(header)) + hash_sha256_hex(payload, n_bytes);
@@ -53,7 +62,7 @@ state_header make_header(const pykvq_context * context, bool whole, const uint8_
     std::memcpy(header.magic, MAGIC, sizeof(MAGIC));
     header.version = VERSION;
     header.whole   = whole;
-    std::strncpy(header.layout, context->layout.c_str(), NAME_BYTES - 1);
+    std::strncpy(header.layout, layout_name(context->layout).c_str(), NAME_BYTES - 1);
     std::memcpy(header.model, model_fingerprint(context->model).data(), HASH_BYTES);
     header.payload_bytes = n_bytes;
     set_checksum(header, payload, n_bytes);

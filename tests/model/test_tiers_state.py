@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from native_api import NativeError, parse_tiers, row_bytes, status_of
+from native_api import Context, NativeError, parse_tiers, row_bytes, status_of
 from saved_tiers import HEADER_BYTES
 from tier_context import LOGITS_LIMIT, N_CTX, N_SINK, TIERS, TINY, WINDOW, assert_unchanged, error_of, read
 from tiny_models import random_tokens
@@ -225,6 +225,20 @@ def test_a_state_of_other_tiers(new_context, live, tiers, params):
     other.prefill(random_tokens(150, seed=3))
     refuse(live[0], other.save(), "KV cache of")
     assert_same_logits(live)
+
+
+def test_a_state_of_other_types_in_the_last_of_many_layers(deep):
+    """In words the types of so many layers do not fit the header."""
+    tiny, model = deep
+    own = ",".join(f"k{layer}=q8_0" for layer in range(tiny.n_layer))
+    all_but_one = own.rpartition(",")[0]
+    first, second = (Context(model, f"f16:32+q4_ve@{keys}", n_ctx=N_CTX, n_ubatch=16) for keys in (all_but_one, own))
+    state = first.save()
+    second.prefill(random_tokens(150))
+    before = second.save()
+    refuse(second, state, "KV cache of")
+    assert second.save() == before
+    first.load(state)
 
 
 def test_a_state_of_one_sequence_is_no_whole_one(live):
