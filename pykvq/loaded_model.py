@@ -29,7 +29,7 @@ from pykvq.kv_config import (
 )
 from pykvq.kv_layers import with_calibration
 from pykvq.measured import recall, warning
-from pykvq.predict import require_memory
+from pykvq.predict import kv_bytes, require_memory
 from pykvq.runtime import Context, ContextInfo, Model
 from pykvq.speculative import Draft
 
@@ -159,13 +159,15 @@ class LoadedModel:
             "swa_full": swa_full,
         }
         if not (force or vocab_only):
-            n_all = n_ctx * self._n_slots
+            sizes = self._sizes(self._kv, n_ctx, n_batch, n_ubatch)
+            if n_ctx == 0 and not embedding:
+                sizes["n_ubatch"] = n_ubatch  # chosen once the model's context is known
             require_memory(
                 model_path,
                 self._kv,
-                n_all,
+                n_ctx * self._n_slots,
                 model_params,
-                {**context_params, "n_ubatch": n_ubatch},
+                {**context_params, **sizes},
                 calibrated=self._kv.takes_calibration(calibrate),
             )
         self._model = Model(model_path, progress=progress, vocab_only=vocab_only, use_mlock=use_mlock, **model_params)
@@ -179,29 +181,29 @@ class LoadedModel:
             )
             self._kv = with_calibration(self._kv, self._calibration)
             if is_automatic:
-                self._choice = choose_format(self._model, self._calibration, n_ctx, budget, n_sink=n_sink)
+
+                def n_bytes(kv: KVConfig, tokens: int) -> int:
+                    sizes = {**context_params, **self._sizes(kv, tokens, n_batch, n_ubatch)}
+                    return kv_bytes(self._model, kv, tokens * self._n_slots, **sizes)[0]
+
+                self._choice = choose_format(
+                    self._calibration, n_ctx, budget, n_sink=n_sink, n_bytes=n_bytes, tiers=not embedding
+                )
                 self._kv = self._choice.kv
                 logger.info("kv_quant=%s: %s", AUTOMATIC, self._choice)
             self._measured = recall(model_path, str(self._kv))
             if self._measured is not None and (text := warning(self._kv.name, self._measured)):
                 logger.warning("%s", text)
-            if embedding:
-                n_ubatch = n_batch  # tokens are pooled within a micro-batch
-            elif n_ubatch is None:
-                n_ubatch = self._kv.micro_batch(n_ctx)
             self._loaded_context = Context(
                 self._model,
                 self._kv,
                 n_ctx=n_ctx * self._n_slots,
-                n_seq_max=MAX_BATCH_TEXTS if embedding else self._n_slots,
-                # slots have a cache each, so that no token looks at the cells of others
-                kv_unified=embedding or self._n_slots == 1,
-                n_ubatch=min(n_batch, n_ubatch),
                 n_threads=n_threads,
                 n_threads_batch=n_threads if n_threads_batch is None else n_threads_batch,
                 force=force,
                 calibration=None if self._calibration is None else os.fspath(self._calibration.path),
                 **context_params,
+                **self._sizes(self._kv, n_ctx, n_batch, n_ubatch),
             )
             if n_fallback := self._loaded_context.info.n_attention_fallback:
                 logger.warning(
@@ -217,6 +219,17 @@ class LoadedModel:
         except BaseException:
             self.close()
             raise
+
+    def _sizes(self, kv: KVConfig, n_ctx: int, n_batch: int, n_ubatch: int | None) -> dict[str, FieldValue]:
+        """Fields of a context in which each slot has n_ctx tokens."""
+        if self._makes_embeddings:  # a text is pooled within a micro-batch
+            return {"n_seq_max": MAX_BATCH_TEXTS, "kv_unified": True, "n_ubatch": n_batch}
+        return {
+            "n_seq_max": self._n_slots,
+            # slots have a cache each, so that no token looks at the cells of others
+            "kv_unified": self._n_slots == 1,
+            "n_ubatch": min(n_batch, n_ubatch or kv.micro_batch(n_ctx)),
+        }
 
     def _start(self, context: Context) -> None:
         """Begins to use the new context."""

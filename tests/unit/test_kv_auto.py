@@ -29,14 +29,16 @@ def info(k: float = 1.0, v: float = 1.0, spectral: bool = True) -> CalibrationIn
     )
 
 
-@pytest.fixture
-def sizes(monkeypatch):
-    """A cache of as many bytes as its oldest tier has bits an element, for each token."""
-
-    def kv_bytes(_model, kv, n_ctx, **_sizes):
-        return int(kv.tiers[-1].bits_per_element() * n_ctx), 16 * n_ctx
-
-    monkeypatch.setattr(kv_auto, "kv_bytes", kv_bytes)
+def choose(calibration, budget, *, tiers=True):
+    """For 1,000 tokens, each of as many bytes as the oldest tier has bits an element."""
+    return choose_format(
+        calibration,
+        1000,
+        budget,
+        n_sink=4,
+        n_bytes=lambda kv, n_ctx: int(kv.tiers[-1].bits_per_element() * n_ctx),
+        tiers=tiers,
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,9 @@ def test_memory_as_a_share_of_what_is_free(monkeypatch):
     assert parse_memory("0.25") == 250
 
 
-@pytest.mark.parametrize("value", [None, 0, -1, "much", "2 XiB", "", True, 0.0])
+@pytest.mark.parametrize(
+    "value", [None, 0, -1, "much", "2 XiB", "", True, 0.0, float("inf"), float("nan"), "9" * 400, 10**400]
+)
 def test_memory_that_is_none(value):
     with pytest.raises(InvalidArgumentError, match=r"is no size: give bytes"):
         parse_memory(value)
@@ -63,16 +67,16 @@ def test_memory_that_is_none(value):
     ("budget", "expected"),
     [(16000, "f16"), (8600, "q8_0"), (4400, "q4_ves/q4_ve"), (2400, "q2_ts/q2_t")],
 )
-def test_more_memory_takes_a_larger_format(sizes, budget, expected):
-    choice = choose_format(object(), info(), 1000, budget, n_sink=4)
+def test_more_memory_takes_a_larger_format(budget, expected):
+    choice = choose(info(), budget)
     assert str(replace(choice.kv.tiers[-1], layers=())) == expected
     assert choice.n_bytes <= budget
     assert expected.split("/")[0] in str(choice.kv)
 
 
 @pytest.mark.parametrize(("k", "v", "more"), [(1.0, 1e3, "v"), (10.0, 1e-3, "k")])
-def test_the_more_sensitive_side_gets_the_bits(sizes, k, v, more):
-    tier = choose_format(object(), info(k, v), 1000, 3450, n_sink=4).kv.tiers[-1]
+def test_the_more_sensitive_side_gets_the_bits(k, v, more):
+    tier = choose(info(k, v), 3450).kv.tiers[-1]
     own = {layer.layer: layer for layer in tier.layers}
     bits = {
         part: sum(KV_TYPE_BITS[getattr(own.get(i, tier), f"type_{part}")] for i in range(2)) / 2 for part in ("k", "v")
@@ -80,12 +84,18 @@ def test_the_more_sensitive_side_gets_the_bits(sizes, k, v, more):
     assert max(bits, key=bits.__getitem__) == more, tier
 
 
-def test_nothing_fits(sizes):
+def test_nothing_fits():
     with pytest.raises(OutOfMemoryError, match="use n_ctx 256 or less"):
-        choose_format(object(), info(), 1000, 700, n_sink=4)
+        choose(info(), 700)
     with pytest.raises(OutOfMemoryError, match=r"the smallest takes .* MiB: give it more"):
-        choose_format(object(), info(), 1000, 1, n_sink=4)
+        choose(info(), 1)
 
 
-def test_without_a_calibration_types_stay_uniform(sizes):
-    assert str(choose_format(object(), None, 1000, 4400, n_sink=4).kv.tiers[-1]) == "q4_ve"
+def test_without_a_calibration_types_stay_uniform():
+    assert str(choose(None, 4400).kv.tiers[-1]) == "q4_ve"
+
+
+def test_without_tiers_only_f16_is_left():
+    assert choose(None, 16000, tiers=False).kv.name == "f16"
+    with pytest.raises(OutOfMemoryError, match="use n_ctx 768 or less"):
+        choose(None, 15000, tiers=False)
