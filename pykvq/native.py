@@ -26,6 +26,7 @@ ABI_VERSION = 5
 
 logger = logging.getLogger("pykvq")
 logger.addHandler(logging.NullHandler())
+native_logger = logging.getLogger("pykvq.native")
 
 # pykvq_log_level, and pykvq_status except for FORMAT, whose class depends on what was read
 _LOG_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
@@ -85,9 +86,9 @@ def check(status: int, *, format_error: type[PykvqError] = StateError) -> None:
 
 
 def set_verbose(verbose: bool) -> None:
-    """Sends native log lines to the logger "pykvq" (process-wide): all of them, or warnings and errors only.
+    """Sends native log lines to the logger "pykvq.native" (process-wide): all of them, or warnings and errors only.
 
-    With ``verbose`` the lines also go to stderr, unless the program has configured that logger itself.
+    With ``verbose`` they also go to stderr, unless the program has configured the logger "pykvq" itself.
     """
     ffi, lib = load()
     lib.pykvq_log_set(lib.pykvq_py_log, ffi.NULL, 1 if verbose else 3)
@@ -105,7 +106,8 @@ def _define_callbacks(ffi: Any, lib: Any) -> None:
 
     @ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
     def pykvq_py_log(level: int, text: Any, _user_data: Any) -> None:
-        logger.log(_LOG_LEVELS.get(level, logging.INFO), "%s", ffi.string(text).decode("utf-8", "replace"))
+        line = ffi.string(text).decode("utf-8", "replace")
+        native_logger.log(_LOG_LEVELS.get(level, logging.INFO), "%s", line)
 
     def keep_error(_kind: Any, error: BaseException, traceback: Any) -> bool:
         """Gives the guard what a signal's handler raised before the guard was called; the computation stops."""

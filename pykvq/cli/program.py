@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -42,6 +43,8 @@ def run_program(name: str, commands: typer.Typer | Callable[..., int], argv: Seq
         # a terminal or locale that cannot show a character must not end an answer
         if hasattr(getattr(sys, stream), "reconfigure"):
             getattr(sys, stream).reconfigure(errors="replace")
+    if "--verbose" not in arguments:
+        _show_warnings()
     _end_by_exit(signal.SIGTERM, getattr(signal, "SIGHUP", None))
     try:
         if arguments == ["--version"]:
@@ -59,6 +62,28 @@ def run_program(name: str, commands: typer.Typer | Callable[..., int], argv: Seq
         if "--verbose" in arguments:
             traceback.print_exc()
         return _report(name, error)
+
+
+class _Warnings(logging.Handler):
+    """Prints what the Python side warns of, once each, unless the program has a place for its log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._shown: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.name != "pykvq.native" and not logging.getLogger().handlers and text not in self._shown:
+            self._shown.add(text)
+            note(f"warning: {text}")
+
+
+def _show_warnings() -> None:
+    """Sends what the logger "pykvq" warns of to stderr, such as a fallback that changes speed or quality."""
+    logger = logging.getLogger("pykvq")
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _Warnings)]:
+        logger.removeHandler(handler)
+    logger.addHandler(_Warnings())
 
 
 def _end_by_exit(*signals: signal.Signals | None) -> None:

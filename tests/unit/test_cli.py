@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import sys
 import threading
 import zipfile
@@ -12,6 +13,7 @@ from fake_native import BOS, IM_END, IM_START
 
 import pykvq
 from pykvq.cli import run
+from pykvq.cli.program import run_program
 
 
 @pytest.fixture
@@ -129,6 +131,18 @@ def test_a_defect_is_one_line_too(cli, lib, monkeypatch):
     assert err == "pykvq-run: error: TypeError: the first argument must be callable (--verbose shows where)\n"
     code, _, err = cli("--verbose")
     assert "Traceback" in err
+
+
+def test_warnings_are_said_once_and_those_of_llama_cpp_not(capsys, monkeypatch):
+    def compute() -> int:
+        for name in ("pykvq", "pykvq", "pykvq.native"):
+            logging.getLogger(name).warning("%s is slow", name)
+        return 0
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    for _ in range(2):
+        assert run_program("pykvq-run", compute, []) == 0
+        assert capsys.readouterr().err == "warning: pykvq is slow\n"
 
 
 def test_a_prompt_that_does_not_fit(cli):
