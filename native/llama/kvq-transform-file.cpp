@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr uint32_t FORMAT = 2;
+constexpr uint32_t FORMAT = 3;
 
 int64_t find_key(const gguf_context * gguf, const char * name, gguf_type type) {
     const int64_t key = gguf_find_key(gguf, name);

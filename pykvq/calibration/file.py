@@ -16,13 +16,15 @@ from pykvq.calibration.transforms import LayerTransform
 from pykvq.catalog import cache_dir
 from pykvq.errors import CalibrationError, ModelFileError
 from pykvq.file_names import CALIBRATION_SUFFIX, calibration_path
-from pykvq.files import written_at_once
+from pykvq.files import temporary_beside, written_at_once
 
-FORMAT = 2
+FORMAT = 3
 # what is hashed of a model file: its start, where the metadata is, its size, and windows spread over the weights
 _HASH_HEAD = 1 << 20
 _HASH_WINDOW = 1 << 16
 _HASH_WINDOWS = 64
+# in the place of the file's own hash while that is computed
+_NO_CHECKSUM = "0" * 64
 # what reading a damaged GGUF may raise
 _READ_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, UnicodeDecodeError, OverflowError)
 
@@ -90,6 +92,8 @@ def read_info(path: Path, expected_hash: str | None = None) -> CalibrationInfo:
                 f"the calibration '{path}' has format {format_} and this version reads format {FORMAT}: "
                 "make a new one with pykvq-calibrate MODEL"
             )
+        if _checksum(path, str(values["kvq.checksum"])) != values["kvq.checksum"]:
+            raise ValueError("its checksum is wrong")
         info = CalibrationInfo(
             path=path,
             model_hash=str(values["kvq.model_hash"]),
@@ -101,6 +105,8 @@ def read_info(path: Path, expected_hash: str | None = None) -> CalibrationInfo:
             version=str(values["kvq.version"]),
             sensitivity=_sensitivity(reader, values),
         )
+    except CalibrationError:
+        raise
     except _READ_ERRORS as error:
         raise CalibrationError(
             f"the calibration '{path}' is damaged ({type(error).__name__}: {error}): "
@@ -126,8 +132,13 @@ def _sensitivity(reader: gguf.GGUFReader, values: Mapping[str, Any]) -> tuple[La
     )
 
 
-def write(paths: Sequence[Path], layers: Sequence[LayerTransform], header: Mapping[str, str | int | bool]) -> Path:
-    """Writes a calibration to the first of ``paths`` whose folder takes it, all at once, and returns where.
+def _checksum(path: Path, found: str) -> str:
+    """The SHA-256 of the file as it was before its checksum was put in."""
+    return hashlib.sha256(path.read_bytes().replace(found.encode(), _NO_CHECKSUM.encode(), 1)).hexdigest()
+
+
+def writable(paths: Sequence[Path]) -> Path:
+    """The first of ``paths`` whose folder takes a file; found out before anything is computed.
 
     Raises:
         CalibrationError: none of them is writable.
@@ -136,12 +147,29 @@ def write(paths: Sequence[Path], layers: Sequence[LayerTransform], header: Mappi
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with written_at_once(path) as temporary:
-                _write(temporary, layers, header)
-            return path
+            if path.exists() and not path.is_file():
+                raise ModelFileError(f"'{path}' exists and is no file")
+            with temporary_beside(path):
+                return path
         except (OSError, ModelFileError) as error:
             reasons.append(str(error))
     raise CalibrationError(f"cannot write the calibration ({'; '.join(reasons)}): give a path with --output")
+
+
+def write(path: Path, layers: Sequence[LayerTransform], header: Mapping[str, str | int | bool]) -> None:
+    """Writes a calibration, all at once.
+
+    Raises:
+        CalibrationError: it cannot be written.
+    """
+    try:
+        with written_at_once(path) as temporary:
+            _write(temporary, layers, {**header, "checksum": _NO_CHECKSUM})
+            checksum = _checksum(temporary, _NO_CHECKSUM)
+            data = temporary.read_bytes()
+            temporary.write_bytes(data.replace(_NO_CHECKSUM.encode(), checksum.encode(), 1))
+    except (OSError, ModelFileError) as error:
+        raise CalibrationError(f"cannot write the calibration ({error}): give a path with --output") from error
 
 
 def _write(path: Path, layers: Sequence[LayerTransform], header: Mapping[str, str | int | bool]) -> None:

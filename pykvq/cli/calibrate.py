@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from pykvq.cli.console import progress_bars, write
 from pykvq.cli.program import run_program
 from pykvq.cli.text_file import read_text
+from pykvq.files import require_other_file
 
 PROGRAM = "pykvq-calibrate"
 
@@ -21,9 +23,11 @@ def _calibrate(
         str | None,
         typer.Option("--text", metavar="FILE", help="Text to compute. [default: its own and Python's help topics]"),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens of it; 256 at least.")] = 2048,
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", help="Tokens of it: 256 to 65536, more of a text.")
+    ] = 2048,
     ctx: Annotated[
-        int, typer.Option("--ctx", metavar="N", help="Tokens of the longest context that it is for.")
+        int, typer.Option("--ctx", metavar="N", help="Tokens of the longest context that it is for; 0 for the model's.")
     ] = 2048,
     output: Annotated[
         str | None,
@@ -44,6 +48,8 @@ def _calibrate(
     del verbose  # read by run_program
     from pykvq.calibration import calibrate
 
+    if output is not None and text is not None:
+        require_other_file(Path(output), Path(text))
     with progress_bars("calibrating") as (show,):
         info = calibrate(
             model,

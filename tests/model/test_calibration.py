@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
 import pytest
 from tiny_models import TinyModel
 
-from pykvq import AbortedError, CalibrationError, InvalidArgumentError, Llama
-from pykvq.calibration import _default_tokens, calibrate, find
+from pykvq import AbortedError, CalibrationError, InvalidArgumentError, Llama, calibration
+from pykvq.calibration import _default_tokens, calibrate, find, model_hash
 from pykvq.calibration.file import FORMAT
 from pykvq.calibration.own_text import _sample, write_texts
+from pykvq.cli.calibrate import main
 from pykvq.runtime import Model
 from pykvq.sample_text import sample_text
 
@@ -35,8 +37,8 @@ def load(path, **kwargs) -> dict:
 def test_the_first_load_calibrates_and_the_second_does_not(path):
     shares: list[float] = []
     info = load(path, calibration_progress=lambda done: shares.append(done))
-    calibration = path.with_name("tiny.kvq.gguf")
-    assert info["calibration"]["path"] == str(calibration)
+    file = path.with_name("tiny.kvq.gguf")
+    assert info["calibration"]["path"] == str(file)
     assert info["calibration"]["n_bytes"] > 0
     sensitivity = info["calibration"]["sensitivity"]
     assert [entry["layer"] for entry in sensitivity] == list(range(len(sensitivity)))
@@ -44,11 +46,11 @@ def test_the_first_load_calibrates_and_the_second_does_not(path):
     assert info["tiers_spec"] == "f16:128+q4_ves/q4_ve"
     assert shares[0] == 0
     assert shares == sorted(shares)
-    written = calibration.stat().st_mtime_ns
+    written = file.stat().st_mtime_ns
     shares.clear()
     load(path, calibration_progress=lambda done: shares.append(done))
     assert not shares
-    assert calibration.stat().st_mtime_ns == written
+    assert file.stat().st_mtime_ns == written
 
 
 def test_types_of_single_layers_reach_the_cache(path):
@@ -85,9 +87,19 @@ def test_a_folder_that_is_not_writable(path, monkeypatch):
     assert find(path) == info
 
 
-def test_stopping_leaves_nothing(path):
-    with pytest.raises(Exception, match="stopped"):
-        calibrate(path, n_tokens=512, n_threads=1, progress=lambda _done: False)
+def test_without_a_place_to_write_nothing_is_computed(path, monkeypatch, caplog):
+    monkeypatch.setattr(Path, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(calibration, "collect_moments", Mock(side_effect=AssertionError))
+    with pytest.raises(CalibrationError, match=r"cannot write the calibration \(.*Permission denied.*\): give a path"):
+        calibrate(path, n_tokens=N_TOKENS, n_threads=1)
+    assert load(path)["calibration"] is None
+    assert "no calibration, a plain rotation is used instead: cannot write" in caplog.text
+
+
+@pytest.mark.parametrize("share", [0.0, 0.95])
+def test_stopping_leaves_nothing(path, share):
+    with pytest.raises(AbortedError, match="stopped"):
+        calibrate(path, n_tokens=512, n_threads=1, progress=lambda done: done < share)
     assert [file.name for file in path.parent.iterdir()] == ["tiny.gguf"]
 
 
@@ -127,8 +139,49 @@ def test_an_older_format(path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(CalibrationError, match=f"has format {FORMAT - 1} and this version reads format {FORMAT}"):
+    with pytest.raises(CalibrationError) as error:
         load(path)
+    assert one_line(error) == (
+        f"the calibration '{path.with_name('tiny.kvq.gguf')}' has format {FORMAT - 1} and this version reads format "
+        f"{FORMAT}: make a new one with pykvq-calibrate MODEL"
+    )
+
+
+def test_a_changed_byte(path):
+    """Also where it leaves all numbers finite."""
+    file = calibrate(path, n_tokens=N_TOKENS, n_threads=1).path
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CalibrationError, match=r"is damaged .*checksum is wrong.*pykvq-calibrate MODEL"):
+        load(path)
+
+
+def test_one_that_does_not_fit_beside_the_model_hides_none_in_the_cache(path):
+    beside = path.with_name("tiny.kvq.gguf")
+    cached = path.parent / "cache" / "calibrations" / f"{model_hash(path)[:32]}.kvq.gguf"
+    for n_positions, file in ((512, beside), (1024, cached)):
+        calibrate(path, n_tokens=N_TOKENS, n_positions=n_positions, output=file, n_threads=1)
+    assert find(path).path == beside
+    assert find(path, 512).path == beside
+    assert find(path, 1024).path == find(path, 2048).path == cached
+    beside.write_bytes(b"damaged")
+    assert find(path).path == cached
+    cached.write_bytes(b"too")
+    with pytest.raises(CalibrationError, match=r"tiny\.kvq\.gguf"):
+        find(path)
+    beside.unlink()
+    beside.mkdir()
+    cached.unlink()
+    assert find(path) is None
+    assert calibrate(path, n_tokens=N_TOKENS, n_threads=1).path == cached
+
+
+def test_a_calibration_for_shorter_contexts_is_told(path, tmp_path, caplog):
+    output = tmp_path / "short.gguf"
+    calibrate(path, n_tokens=N_TOKENS, n_positions=512, output=output, n_threads=1)
+    load(path, calibrate=output)
+    assert "is for contexts of 512 tokens, this one has 1024" in caplog.text
 
 
 def test_a_model_that_computes_nan(tmp_path, monkeypatch):
@@ -145,6 +198,41 @@ def test_short_texts_are_refused(path):
         calibrate(path, text="four")
     with pytest.raises(InvalidArgumentError, match="n_tokens=255"):
         calibrate(path, n_tokens=255)
+
+
+@pytest.mark.parametrize("text", ["\n" * 5000, "\0" * 3000, " the" * 3000])
+def test_a_text_of_few_different_tokens_is_refused(path, text):
+    with pytest.raises(InvalidArgumentError, match=r"the text consists of \d+ different tokens, again and again"):
+        calibrate(path, text=text, n_tokens=N_TOKENS, n_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_tokens": -5}, "256 tokens at least, got n_tokens=-5"),
+        ({"n_tokens": 10**20}, "without a text of yours a calibration takes 65536 tokens at most"),
+        ({"n_tokens": "256"}, "n_tokens must be a whole number"),
+        ({"n_positions": -1}, r"n_positions=-1: a calibration is for contexts of 1 to 16777216 tokens"),
+        ({"n_positions": 2**31}, r"n_positions=2147483648"),
+        ({"n_positions": None}, "n_positions must be a whole number"),
+        ({"text": b"four"}, "text must be text"),
+    ],
+)
+def test_arguments_that_are_refused_at_once(path, arguments, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        calibrate(path, **arguments)
+
+
+def test_no_positions_are_those_of_the_model(path):
+    assert calibrate(path, n_tokens=N_TOKENS, n_positions=0, n_threads=1).n_positions == TINY.n_ctx_train
+
+
+def test_a_calibration_does_not_replace_its_text(path, capsys):
+    text = path.with_name("text.txt")
+    text.write_text("words")
+    assert main([str(path), "--text", str(text), "--output", str(text)]) == 2
+    assert "write to another file" in capsys.readouterr().err
+    assert text.read_text() == "words"
 
 
 def test_sorted_keys_need_a_calibration(path):
