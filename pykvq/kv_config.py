@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TypeVar
@@ -36,7 +38,8 @@ _FLOAT_TYPES = ("f32", "f16", "bf16")
 _WINDOW_TYPES = ("f16", "bf16")
 # how a tier says that its layers' types are dealt by a calibration, and how it names the type of one
 _DEALT = "auto"
-_LAYER_TYPE = re.compile(r"([kv])([0-9]{1,4})=(\w+)")
+_LAYER_TYPE = re.compile(r"([kv])(0|[1-9][0-9]{0,3})=(\w+)")
+_LAYER_ENTRY = re.compile(r"[kv][0-9]+=", re.IGNORECASE)
 _MAX_TIERS = 4
 _MAX_TOKENS = 2**30
 
@@ -88,6 +91,10 @@ class Tier:
         keys = {f"k{layer.layer}": layer.type_k for layer in self.layers if layer.type_k != self.type_k}
         return keys | {f"v{layer.layer}": layer.type_v for layer in self.layers if layer.type_v != self.type_v}
 
+    def type_of(self, part: str) -> str:
+        """The type of a layer's keys or values: of "k7", the keys of layer 7."""
+        return self.types_of_layers().get(part, self.type_k if part[0] == "k" else self.type_v)
+
     def types(self) -> set[str]:
         """All types in it."""
         return {self.type_k, self.type_v}.union(*({layer.type_k, layer.type_v} for layer in self.layers))
@@ -126,8 +133,8 @@ class KVConfig:
 
     @property
     def uses_calibration(self) -> bool:
-        """Whether a calibration makes a difference: a tier is of a type of our own."""
-        return any(tier.types() & set(OWN_TYPES) for tier in self.tiers)
+        """Whether a calibration makes a difference: a tier is of a type of our own, or has its types dealt."""
+        return any(tier.dealt or tier.types() & set(OWN_TYPES) for tier in self.tiers)
 
     def takes_calibration(self, choice: str | os.PathLike[str] | None = None) -> bool:
         """Whether a load with this ``calibrate`` uses a calibration, which is made if need be; see ``Llama``."""
@@ -201,6 +208,29 @@ def parse_kv_config(
     return KVConfig(name, _parse_tiers(_PRESETS.get(name, name), value), n_sink)
 
 
+def parse_kv_configs(values: str | KVConfig | Iterable[str | KVConfig]) -> list[KVConfig]:
+    """The formats that a list of names and KVConfigs means, or a single one.
+
+    Raises:
+        InvalidArgumentError: as ``parse_kv_config``, or it is no list.
+    """
+    if isinstance(values, (str, KVConfig)):
+        return [parse_kv_config(values)]
+    require_type("kv", values, Iterable)
+    return [parse_kv_config(value) for value in values]
+
+
+def split_kv_formats(text: str) -> list[str]:
+    """The formats of "A,B,...", the form of ``--kv``; types of layers stay together: "A@k3=q8_0,v3=q8_0,B" has two."""
+    formats: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if formats and _LAYER_ENTRY.match(part):
+            formats[-1] += f",{part}"
+        else:
+            formats.append(part)
+    return formats
+
+
 def _parse_tiers(text: str, asked: str | None = None) -> tuple[Tier, ...]:
     tiers = tuple(_parse_tier(part, text if asked is None else asked) for part in text.split("+"))
     _check_tiers(text, tiers)
@@ -227,6 +257,7 @@ def _parse_tier(part: str, asked: str) -> Tier:
 def _parse_layers(text: str, tier: Tier, part: str) -> tuple[LayerTypes, ...]:
     """Of "k7=q8_0,v3=q4_ve", the types of layers 3 and 7."""
     layers: dict[int, LayerTypes] = {}
+    seen: set[str] = set()
     for entry in text.split(","):
         match = _LAYER_TYPE.fullmatch(entry)
         if match is None or match[3] not in KV_TYPE_BITS:
@@ -234,6 +265,10 @@ def _parse_layers(text: str, tier: Tier, part: str) -> tuple[LayerTypes, ...]:
                 f"KV tier {part!r}: {entry!r} is no type of a layer: write k7=q8_0 for the keys of layer 7, v7=q8_0 "
                 f"for its values, or @{_DEALT}"
             )
+        name = match[1] + match[2]
+        if name in seen:
+            raise InvalidArgumentError(f"KV tier {part!r} has two types for {name}: give one")
+        seen.add(name)
         layer = layers.get(int(match[2]), LayerTypes(int(match[2]), tier.type_k, tier.type_v))
         is_key = match[1] == "k"
         layers[layer.layer] = replace(layer, type_k=match[3]) if is_key else replace(layer, type_v=match[3])
@@ -243,6 +278,8 @@ def _parse_layers(text: str, tier: Tier, part: str) -> tuple[LayerTypes, ...]:
 def _check_tiers(text: str, tiers: tuple[Tier, ...]) -> None:
     if not 1 <= len(tiers) <= _MAX_TIERS:
         raise InvalidArgumentError(f"KV format {text!r} has {len(tiers)} tiers: give 1 to {_MAX_TIERS}")
+    for tier in tiers:
+        _check_tier(text, tier)
     if tiers[-1].n_tokens is not None:
         raise InvalidArgumentError(
             f"KV format {text!r}: the last tier takes all tokens that are left, so leave :{tiers[-1].n_tokens} away"
@@ -255,14 +292,44 @@ def _check_tiers(text: str, tiers: tuple[Tier, ...]) -> None:
             raise InvalidArgumentError(
                 f"KV tier '{older}' of {text!r} is larger than '{younger}' before it: list tiers from large to small"
             )
+        _check_layers(text, older, younger)
     if tiers[0].layers or tiers[0].dealt:
+        what = f"write f16:128+{tiers[0]}" if len(tiers) == 1 else "leave what follows @ away"
         raise InvalidArgumentError(
-            f"KV tier '{tiers[0]}' of {text!r}: the first tier is of the same types in all layers"
+            f"KV tier '{tiers[0]}' of {text!r}: the first tier is of the same types in all layers, {what}"
         )
     if len(tiers) > 1 and not {tiers[0].type_k, tiers[0].type_v} <= set(_WINDOW_TYPES):
         raise InvalidArgumentError(
             f"KV tier '{tiers[0]}' of {text!r} holds the newest tokens: it must be of {' or '.join(_WINDOW_TYPES)}"
         )
+
+
+def _check_tier(text: str, tier: Tier) -> None:
+    """Refuses what only a Tier made by hand can have."""
+    for name in (tier.type_k, tier.type_v, *itertools.chain(*((own.type_k, own.type_v) for own in tier.layers))):
+        if not isinstance(name, str) or name not in KV_TYPE_BITS:
+            raise InvalidArgumentError(
+                f"{name!r} in the KV format {text!r} is not a KV type: use one of {', '.join(KV_TYPE_BITS)}"
+            )
+    if tier.layers and tier.dealt:
+        raise InvalidArgumentError(
+            f"KV tier '{tier}' of {text!r} has types of layers and dealt=True, which chooses them: give one of the two"
+        )
+    layers = [own.layer for own in tier.layers]
+    twice = next((layer for layer in layers if layers.count(layer) > 1), None)
+    if twice is not None:
+        raise InvalidArgumentError(f"KV tier '{tier}' of {text!r} has layer {twice} more than once: give it once")
+
+
+def _check_layers(text: str, older: Tier, younger: Tier) -> None:
+    """Refuses layers whose types grow with age."""
+    for part in [*older.types_of_layers(), *younger.types_of_layers()]:
+        old, young = older.type_of(part), younger.type_of(part)
+        if KV_TYPE_BITS[old] > KV_TYPE_BITS[young]:
+            raise InvalidArgumentError(
+                f"{part} of {text!r} is {old} in tier '{older}', larger than {young} in '{younger}' before it: list "
+                "types from large to small"
+            )
 
 
 def _checked_type(name: object, argument: str) -> str:

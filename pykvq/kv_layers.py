@@ -49,7 +49,7 @@ class _Part:
     def kld(self, name: str) -> float:
         """What a type costs, with doubt if it is less than usual."""
         doubt = _DOUBT if KV_TYPE_BITS[name] < KV_TYPE_BITS[self.usual] else 1.0
-        return self.cost * NOISE[name] * doubt
+        return self.cost * NOISE.get(name, 0.0) * doubt  # a type that is never dealt is the only choice
 
     def bits(self, name: str) -> float:
         """Bits of a token."""
@@ -89,23 +89,30 @@ def usual_deal(kv: KVConfig, n_layers: int) -> KVConfig:
 
 def _dealt(kv: KVConfig, layers: Sequence[LayerSensitivity], spectral: bool) -> KVConfig:
     tiers: list[Tier] = []
-    for tier in kv.tiers:
-        tiers.append(_deal_tier(tier, tiers[-1], layers, spectral) if tier.dealt else tier)
+    for i, tier in enumerate(kv.tiers):
+        older = next((other for other in kv.tiers[i + 1 :] if not other.dealt), None)
+        tiers.append(_deal_tier(tier, tiers[-1], older, layers, spectral) if tier.dealt else tier)
     return replace(kv, tiers=tuple(tiers))
 
 
-def _deal_tier(tier: Tier, younger: Tier, layers: Sequence[LayerSensitivity], spectral: bool) -> Tier:
-    """The tier with types of least predicted cost, at no more bits than it may take, none above the younger tier's."""
-    upper = {entry.layer: entry for entry in younger.layers}
+def _deal_tier(
+    tier: Tier, younger: Tier, older: Tier | None, layers: Sequence[LayerSensitivity], spectral: bool
+) -> Tier:
+    """The tier with types of least predicted cost, at no more bits than it may take, none above the younger tier's, and
+    none below those of an older tier whose types are given."""
 
-    def part(size: int, cost: float, types: Sequence[str], usual: str, most: str) -> _Part:
-        return _Part(size, cost, [t for t in types if KV_TYPE_BITS[t] <= KV_TYPE_BITS[most]] or [usual], usual, usual)
+    def part(layer: str, size: int, cost: float, types: Sequence[str], usual: str) -> _Part:
+        most = KV_TYPE_BITS[younger.type_of(layer)]
+        least = 0.0 if older is None else min(KV_TYPE_BITS[older.type_of(layer)], KV_TYPE_BITS[usual])
+        types = [name for name in types if least <= KV_TYPE_BITS[name] <= most]
+        if not any(KV_TYPE_BITS[name] <= KV_TYPE_BITS[usual] for name in types):
+            types = [usual]  # no choice that the bits allow
+        return _Part(size, cost, types, usual, usual)
 
     keys, values = [], []
     for layer in layers:
-        most = upper.get(layer.layer, younger)
-        keys.append(part(layer.n_k, _KEY_KLD * layer.k, _KEY_TYPES[spectral], tier.type_k, most.type_k))
-        values.append(part(layer.n_v, _VALUE_KLD * layer.v, _VALUE_TYPES, tier.type_v, most.type_v))
+        keys.append(part(f"k{layer.layer}", layer.n_k, _KEY_KLD * layer.k, _KEY_TYPES[spectral], tier.type_k))
+        values.append(part(f"v{layer.layer}", layer.n_v, _VALUE_KLD * layer.v, _VALUE_TYPES, tier.type_v))
     nominal = tier.bits_per_element()
     allowed = nominal + (_MORE_BITS if nominal < _FEW_BITS else 0.0)
     _deal_bits([*keys, *values], allowed)

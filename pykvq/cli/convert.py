@@ -13,7 +13,7 @@ from pykvq.calibration import calibrate
 from pykvq.cli.console import note, progress_bar
 from pykvq.cli.program import require, run_program
 from pykvq.convert import convert
-from pykvq.kv_config import KVConfig, parse_kv_config
+from pykvq.kv_config import KVConfig, parse_kv_configs, split_kv_formats
 from pykvq.llama import Llama
 from pykvq.predict import predict_kv
 from pykvq.sample_text import sample_text
@@ -55,7 +55,7 @@ def _command(
     """
     del verbose  # see run_program
     require(threads is None or 1 <= threads <= 512, "--threads", threads, "1 to 512")
-    formats = [parse_kv_config(name.strip()) for name in kv.split(",")] if kv else []
+    formats = parse_kv_configs(split_kv_formats(kv or ""))
     with progress_bar(out.name) as show:
         convert(
             source,

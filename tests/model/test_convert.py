@@ -309,8 +309,9 @@ def test_the_result_is_calibrated_and_tried(tmp_path, capsys):
     assert convert_cli.main([*command, "--kv", "ultra5"]) == 2
     assert not out.exists()
     capsys.readouterr()
-    assert convert_cli.main([*command, "--kv", "ultra4, f16"]) == 0
+    layers = "f16:128+q4_ve@k1=q8_0,v1=q8_0"
+    assert convert_cli.main([*command, "--kv", f"ultra4, {layers}, f16"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines] == ["wrote", "wrote", "ultra4:", "f16:"]
+    assert [line.split()[0] for line in lines] == ["wrote", "wrote", "ultra4:", f"{layers}:", "f16:"]
     assert all("tokens of context take" in line for line in lines[2:])
     assert Path(find(out).path) == tmp_path / "out.kvq.gguf"

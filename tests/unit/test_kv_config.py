@@ -1,7 +1,7 @@
 import pytest
 
 from pykvq import InvalidArgumentError, KVConfig, Tier, kv_presets
-from pykvq.kv_config import LayerTypes, parse_kv_config
+from pykvq.kv_config import LayerTypes, parse_kv_config, parse_kv_configs, split_kv_formats
 
 
 @pytest.mark.parametrize("name", ["f16", "bf16", "q8_0", "q4_0", "q4_ve", "q2_t"])
@@ -77,7 +77,12 @@ def test_an_unknown_name_lists_the_valid_ones_in_one_line(name):
         ("f16:99999999999+q4_ve", "is not a number of tokens from 0 to"),
         ("f16:x+q4_ve", "'x' is not a number of tokens"),
         ("f16@k1=q8_0:128+q4_ve", "the first tier is of the same types in all layers"),
-        ("q4_ve@auto", "the first tier is of the same types in all layers"),
+        ("q4_ve@auto", "the first tier is of the same types in all layers, write f16:128\\+q4_ve@auto"),
+        ("q4_ve@k18=q8_0", "the first tier is of the same types in all layers, write f16:128\\+q4_ve@k18=q8_0"),
+        ("f16:128+q4_ve@k18=q8_0,k18=q2_t", "has two types for k18: give one"),
+        ("f16:128+q4_ve@k18=q8_0,k018=q2_t", "'k018=q2_t' is no type of a layer"),
+        ("f16:128+q4_ve:64+q2_t@k1=q8_0", "k1 of .* is q8_0 in tier 'q2_t@k1=q8_0', larger than q4_ve in 'q4_ve:64'"),
+        ("f16:128+q4_ve@v1=q2_t:64+q4_ve", "v1 of .* is q4_ve in tier 'q4_ve', larger than q2_t in 'q4_ve@v1=q2_t:64'"),
         ("f16:128+q4_ve@", "'' is no type of a layer: write k7=q8_0"),
         ("f16:128+q4_ve@q7=q8_0", "'q7=q8_0' is no type of a layer"),
         ("f16:128+q4_ve@k7=q9", "'k7=q9' is no type of a layer"),
@@ -94,6 +99,43 @@ def test_a_config_made_by_hand_is_checked_too():
         parse_kv_config(KVConfig("mine", (Tier("f16", "f16", 1), Tier("q2_t", "q2_t", 1), Tier("q8_0", "q8_0"))))
     with pytest.raises(InvalidArgumentError, match="has 0 tiers"):
         parse_kv_config(KVConfig("mine", ()))
+    window = Tier("f16", "f16", 128)
+    k3 = LayerTypes(3, "q8_0", "q4_ve")
+    with pytest.raises(InvalidArgumentError, match="has types of layers and dealt=True"):
+        parse_kv_config(KVConfig("mine", (window, Tier("q4_ve", "q4_ve", layers=(k3,), dealt=True))))
+    with pytest.raises(InvalidArgumentError, match="has layer 3 more than once"):
+        parse_kv_config(KVConfig("mine", (window, Tier("q4_ve", "q4_ve", layers=(k3, k3)))))
+
+
+@pytest.mark.parametrize("name", ["q9", "Q8_0", 8])
+def test_a_config_made_by_hand_of_unknown_types(name):
+    window, own = Tier("f16", "f16", 128), LayerTypes(3, name, "q4_ve")
+    for tiers in [(Tier(name, "f16"),), (window, Tier("q4_ve", name)), (window, Tier("q4_ve", "q4_ve", layers=(own,)))]:
+        with pytest.raises(
+            InvalidArgumentError, match=f"{name!r} in the KV format .* is not a KV type: use one of f32"
+        ):
+            parse_kv_config(KVConfig("mine", tiers))
+
+
+def test_a_list_of_formats():
+    assert parse_kv_configs("q8_0") == parse_kv_configs(parse_kv_config("q8_0")) == [parse_kv_config("q8_0")]
+    assert [config.name for config in parse_kv_configs(iter(["f16", parse_kv_config("ultra4")]))] == ["f16", "ultra4"]
+    with pytest.raises(InvalidArgumentError, match="kv must be a list, got None"):
+        parse_kv_configs(None)
+
+
+def test_types_of_layers_do_not_split_a_list_of_formats():
+    formats = ["f16:128+q4_ve@k3=q8_0,v3=q8_0", "q8_0", "f16:128+q4_ve@k3=q8_0,V4=q8_0:64+q2_t"]
+    assert split_kv_formats(",".join(formats)) == formats
+    assert split_kv_formats(" q8_0 , ,f16:128+q4_ve@k3=q8_0, v3=q8_0,") == ["q8_0", formats[0]]
+    assert split_kv_formats("") == []
+    assert split_kv_formats("k3=q8_0") == ["k3=q8_0"]
+
+
+def test_what_uses_a_calibration():
+    assert parse_kv_config("f16:128+q8_0@auto").uses_calibration
+    assert parse_kv_config("f16:128+q8_0@k1=q4_ve").uses_calibration
+    assert not parse_kv_config("f16:128+q8_0").uses_calibration
 
 
 def test_a_name_must_be_text():

@@ -70,6 +70,25 @@ def test_an_older_tier_never_has_the_larger_type():
             assert KV_TYPE_BITS[younger] >= KV_TYPE_BITS[older]
 
 
+@pytest.mark.parametrize("costs", [COSTS, [(1.0, 1e-9), *[(1e-9, 1e-9)] * 15]])
+@pytest.mark.parametrize("spectral", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ultra2",
+        "f16:128+q8_0@auto:64+q4_ve",
+        "f16:128+q8_0@auto:64+q4_ve@auto:64+q4_ve/q2_t@v3=q4_ve",
+        "f16:128+q5_0@auto:64+q5_0",
+        "f16:128+q4_ve@auto:64+q2_t@k3=q4_ve",
+        "f16:128+q8_0/q4_ve@auto:64+q4_ve",
+    ],
+)
+def test_what_was_dealt_can_be_given_as_a_format(name, spectral, costs):
+    calibration = info(costs, spectral=spectral)
+    kv = dealt(name, calibration)
+    assert parse_kv_config(str(kv)).tiers == kv.tiers
+
+
 def test_what_a_younger_tier_rounded_gets_no_larger_type():
     one_layer = info([(1.0, 1e-9), *[(1e-9, 1e-9)] * 15])
     assert dealt("f16:128+q2_t@auto", one_layer).tiers[1].types_of_layers()["k0"] == "q8_0"
@@ -84,7 +103,7 @@ def test_without_a_calibration_all_layers_are_alike():
 
 
 def test_tiers_that_were_spelled_out_stay_as_they_are():
-    assert str(dealt("f16:128+q4_ve:64+q2_t@k1=q8_0", info())) == "f16:128+q4_ves/q4_ve:64+q2_ts/q2_t@k1=q8_0"
+    assert str(dealt("f16:128+q8_0:64+q2_t@k1=q8_0", info())) == "f16:128+q8_0:64+q2_ts/q2_t@k1=q8_0"
 
 
 def test_what_a_model_without_calibration_may_come_to():
