@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pykvq.errors import InvalidArgumentError, ModelFileError
 
@@ -56,6 +59,19 @@ def require_other_file(target: Path, *sources: Path) -> None:
     for source in sources:
         if target.exists() and source.exists() and target.samefile(source):
             raise InvalidArgumentError(f"'{target}' is '{source}' itself, which is read: write to another file")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """A value as JSON, which has no NaN and no infinity: these become null."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: plain(each) for name, each in part.items()}
+        if isinstance(part, (list, tuple)):
+            return [plain(each) for each in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
 def sha256_of(path: Path) -> str:

@@ -369,7 +369,8 @@ class LoadedModel:
                 spectral_keys, n_bytes (of the transforms in memory), sensitivity (a dict for each layer: layer, k, v,
                 what an error in its keys and values costs).
             measured: what ``pykvq.fidelity`` last said of this format on this model, None if it was never asked:
-                kld_mean, kld_sem (nats), same_top, ppl_change, nonfinite (shares), n_ctx, n_compared, float_weights.
+                kld_mean, kld_sem (nats), same_top, ppl_change, nonfinite (shares), n_ctx, n_compared, float_weights; a
+                figure that was not finite is None.
             flash_attn, attention_route: how attention is computed, and where: on the CPU, or on a GPU and for how many
                 layers. It names layers on a GPU whose attention falls back to the CPU.
             compute_bytes: scratch memory of the computation.

@@ -12,8 +12,9 @@ import typer
 from pykvq.cli.console import note, progress_bar, write
 from pykvq.cli.plot import new_plot, save_plot
 from pykvq.cli.program import run_program
-from pykvq.cli.text_file import write_json
+from pykvq.cli.text_file import require_targets, write_json
 from pykvq.errors import InvalidArgumentError
+from pykvq.kv_config import split_kv_formats
 from pykvq.models import resolve
 from pykvq.units import size_text
 
@@ -41,7 +42,7 @@ def _command(
     from pykvq.bench import BenchSettings, bench
 
     settings = BenchSettings(
-        kv=tuple(name.strip() for name in kv.split(",") if name.strip()),
+        kv=tuple(split_kv_formats(kv)),
         depths=_numbers(depth, "--depth"),
         n_prefill=prefill,
         n_gen=gen,
@@ -50,9 +51,11 @@ def _command(
         calibrate=calibration,
         n_gpu_layers=n_gpu_layers,
     )
+    path = resolve(model)
+    require_targets((as_json, plot), str(path), calibration)
     figure = new_plot(plot) if plot is not None else None
     with progress_bar("measuring") as report:
-        result = bench(resolve(model), settings, progress=lambda share, _step: report(share, 1.0))
+        result = bench(path, settings, progress=lambda share, _step: report(share, 1.0))
     write("".join(f"{line}\n" for line in table(result)))
     if as_json is not None:
         write_json(as_json, result)

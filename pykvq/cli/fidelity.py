@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,10 @@ import typer
 from pykvq.cli.console import note, progress_bars, write
 from pykvq.cli.plot import new_plot, save_plot
 from pykvq.cli.program import run_program
-from pykvq.cli.text_file import read_text, write_json
+from pykvq.cli.text_file import read_text, require_targets, write_json
 from pykvq.errors import InvalidArgumentError
-from pykvq.kv_config import parse_kv_config
-from pykvq.measured import warning
+from pykvq.kv_config import parse_kv_configs, split_kv_formats
+from pykvq.measured import nothing_aged, warning
 from pykvq.sample_text import sample_text
 
 PROGRAM = "pykvq-fidelity"
@@ -57,16 +58,18 @@ def _fidelity(
 ) -> int:
     """Compare KV formats with an F16 cache on the same text: KLD, same top token, perplexity, bits and bytes."""
     del verbose  # read by run_program
-    formats = [name.strip() for name in kv.split(",") if name.strip()]
-    for name in formats:
-        parse_kv_config(name)
+    formats = split_kv_formats(kv)
+    parse_kv_configs(formats)
     lengths = _parse_lengths(needle)
-    content = None if text is None else read_text(text)
+    require_targets((json_path, plot), model, text, calibration)
+    content = sample_text() if text is None else read_text(text)
     from pykvq.quality import fidelity
     from pykvq.quality import needle as find_needle
+    from pykvq.quality.needle import require_length
     from pykvq.quality.report import format_needles, format_table
 
     figure = new_plot(plot) if plot is not None else None
+    require_length(model, content, lengths)
     with progress_bars("calibrating", "comparing", "searching") as (show_calibration, show, show_search):
         report = fidelity(
             model,
@@ -84,7 +87,7 @@ def _fidelity(
             report["needle"] = find_needle(
                 model,
                 formats,
-                text=content or sample_text(),
+                text=content,
                 lengths=lengths,
                 calibrate=calibration,
                 n_threads=threads,
@@ -94,6 +97,8 @@ def _fidelity(
     if lengths:
         write("\n" + format_needles(report["needle"]) + "\n")
     for row in report["presets"]:
+        if nothing_aged(row):
+            note(f"note: {row['name']}: no token left the first tier at --ctx {ctx}: give a larger one")
         if line := warning(row["name"], row):
             note(f"note: {line}")
     if json_path is not None:
@@ -117,7 +122,7 @@ def _parse_lengths(value: str | None) -> list[int]:
 def _draw(report: dict[str, Any], axes: Any) -> None:
     """Mean KLD against bits per element, one point a format."""
     for row in report["presets"]:
-        if row["kld_mean"] > 0:
+        if 0 < row["kld_mean"] < math.inf:
             point = (row["bits_per_element"], row["kld_mean"])
             axes.plot(*point, "o", color="tab:blue" if row["calibrated"] else "tab:gray")
             axes.annotate(row["name"], point, xytext=(6, 4), textcoords="offset points")

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pykvq import native
+from pykvq.arguments import require_type
 from pykvq.calibration import CalibrationInfo
 from pykvq.calibration.automatic import calibration_for
 from pykvq.errors import InvalidArgumentError
 from pykvq.handles import ProgressCallback
-from pykvq.kv_config import KVConfig, parse_kv_config
+from pykvq.kv_config import KVConfig, parse_kv_configs
 from pykvq.kv_layers import with_calibration
 from pykvq.measured import remember
 from pykvq.quality.evaluate import REFERENCE, SKIPPED_SHARE, Candidate, CandidateResult, compare, split_text
@@ -33,7 +34,7 @@ DEFAULT_CHUNKS = 4
 
 def fidelity(
     model_path: str | os.PathLike[str],
-    kv: Sequence[str | KVConfig] = DEFAULT_FORMATS,
+    kv: str | KVConfig | Sequence[str | KVConfig] = DEFAULT_FORMATS,
     *,
     text: str | None = None,
     n_ctx: int = DEFAULT_CTX,
@@ -48,7 +49,7 @@ def fidelity(
 
     Args:
         model_path: the GGUF file.
-        kv: presets, tiers or KVConfigs.
+        kv: presets, tiers or KVConfigs, or one of them.
         text: what to predict; None for help texts that Python carries.
         n_ctx, n_chunks: texts of n_ctx tokens, evenly spread over ``text``; the first quarter of each is not compared.
         float_weights: decode the weights to F32 in a temporary copy first. Quantized weights round activations to 8
@@ -62,12 +63,20 @@ def fidelity(
         model, settings, versions, and presets: a dict for each format with name, tiers, bits_per_element (all-in, of
         n_ctx tokens), kv_bytes, kld_mean (nats; kld_sem its standard error, tokens taken as independent), kld_median,
         kld_p99, kld_p999, same_top (share of tokens whose likeliest successor is the same), ppl, ppl_change (relative
-        to F16) and ppl_change_error (its standard error), nonfinite (share of logits).
+        to F16) and ppl_change_error (its standard error), nonfinite (share of logits), n_aged (tokens of a chunk that
+        have left the first tier at its end, None without tiers; 0 says that n_ctx is too small to measure the format).
 
     Raises:
-        InvalidArgumentError: an unknown format, or a text shorter than one chunk. ModelFileError, CalibrationError, ...
+        InvalidArgumentError: an unknown format, or a text shorter than one chunk.
+        InternalError: what the model predicts with an F16 cache is not a number. ModelFileError, CalibrationError, ...
     """
-    configs = [parse_kv_config(value) for value in kv]
+    require_type("model_path", model_path, str, os.PathLike)
+    require_type("text", text, str, optional=True)
+    require_type("n_ctx", n_ctx, int)
+    require_type("n_chunks", n_chunks, int)
+    require_type("float_weights", float_weights, bool)
+    n_ctx, n_chunks = int(n_ctx), int(n_chunks)
+    configs = parse_kv_configs(kv)
     if not configs or n_chunks < 1 or n_ctx < 4 * SKIPPED_SHARE:
         raise InvalidArgumentError(
             f"nothing to compare: {len(configs)} formats, {n_chunks} chunks of {n_ctx} tokens "
@@ -131,6 +140,7 @@ def _row(result: CandidateResult) -> dict[str, Any]:
         "calibrated": result.candidate.calibration is not None,
         "bits_per_element": result.bits_per_element,
         "kv_bytes": result.kv_bytes,
+        "n_aged": result.n_aged,
         **result.divergence.summary(),
     }
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pykvq.errors import InvalidArgumentError
+from pykvq.errors import InternalError, InvalidArgumentError
 from pykvq.kv_config import KVConfig, parse_kv_config
 from pykvq.quality.metrics import Divergence, Logits, log_softmax
 from pykvq.runtime import Context, Model
@@ -36,11 +36,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """What a candidate's cache takes, and how its predictions differ."""
+    """What a candidate's cache takes, and how its predictions differ.
+
+    ``n_aged``: tokens of a chunk that have left the first tier at its end; None without tiers.
+    """
 
     candidate: Candidate
     kv_bytes: int
     bits_per_element: float
+    n_aged: int | None
     divergence: Divergence
 
 
@@ -66,7 +70,11 @@ def compare(
     n_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[CandidateResult]:
-    """Compares the candidates with F16 on chunks of equal length; ``progress`` gets (batches done, batches in all)."""
+    """Compares the candidates with F16 on chunks of equal length; ``progress`` gets (batches done, batches in all).
+
+    Raises:
+        InternalError: what the reference predicts is not a number.
+    """
     n_ctx = len(chunks[0])
     reference = parse_kv_config(REFERENCE)
     n_batch = reference.micro_batch(n_ctx)
@@ -97,7 +105,7 @@ def compare(
             for start in range(0, n_ctx, n_batch):
                 wanted = _wanted(start, min(start + n_batch, n_ctx), n_ctx)
                 logits = _decode(base, chunk, start, wanted)
-                expected = log_softmax(logits) if any(wanted) else None
+                expected = _expected(logits) if any(wanted) else None
                 for context, divergence in zip(contexts, divergences, strict=True):
                     logits = _decode(context, chunk, start, wanted)
                     if expected is not None:
@@ -106,11 +114,27 @@ def compare(
                 done += 1
                 if progress is not None:
                     progress(done, n_batches)
-        infos = [context.read_info() for context in contexts]
-    return [
-        CandidateResult(candidate, info.kv_bytes, 8 * info.kv_bytes / info.kv_elements, divergence)
-        for candidate, info, divergence in zip(candidates, infos, divergences, strict=True)
-    ]
+        return [
+            _result(candidate, context, divergence)
+            for candidate, context, divergence in zip(candidates, contexts, divergences, strict=True)
+        ]
+
+
+def _result(candidate: Candidate, context: Context, divergence: Divergence) -> CandidateResult:
+    info, tiers = context.read_info(), context.read_tiers()
+    n_aged = sum(tier.n_used for tier in tiers[1:]) if tiers else None
+    return CandidateResult(candidate, info.kv_bytes, 8 * info.kv_bytes / info.kv_elements, n_aged, divergence)
+
+
+def _expected(logits: Logits) -> Logits:
+    """The log probabilities of the reference."""
+    expected = log_softmax(logits)
+    if np.isnan(expected).any():
+        raise InternalError(
+            "the model's logits are not a number: its weights or an F16 cache are broken for this input, so there is "
+            "nothing to compare with"
+        )
+    return expected
 
 
 def _wanted(start: int, stop: int, n_ctx: int) -> list[bool]:

@@ -15,8 +15,10 @@ Logits = npt.NDArray[np.float32]
 
 def log_softmax(logits: Logits) -> Logits:
     """Log probabilities along the last axis."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    result: Logits = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a row that is not finite becomes NaN
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        sums = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
+        result: Logits = shifted - np.log(sums).astype(np.float32)
     return result
 
 
@@ -37,19 +39,26 @@ class Divergence:
         self.n_nonfinite += int(logits.size - np.isfinite(logits).sum())
         own = log_softmax(logits)
         # a token that the reference all but rules out adds nothing, also where its log probability is -inf
-        difference = np.where(np.isneginf(reference), 0, reference - own)
-        kld = np.einsum("tv,tv->t", np.exp(reference), difference, dtype=np.float64)
+        with np.errstate(invalid="ignore"):
+            difference = np.where(np.isneginf(reference), 0, reference - own)
+            kld = np.einsum("tv,tv->t", np.exp(reference), difference, dtype=np.float64)
         rows = np.arange(len(own))
         self.kld += kld.tolist()
-        self.same_top += (own.argmax(-1) == reference.argmax(-1)).tolist()
+        is_number = ~np.isnan(own).any(-1)
+        self.same_top += (is_number & (own.argmax(-1) == reference.argmax(-1))).tolist()
         self.nll += (-own[rows, next_tokens]).tolist()
         self.nll_reference += (-reference[rows, next_tokens]).tolist()
 
     def summary(self) -> dict[str, float]:
         """The figures of a report; KLD in nats, shares from 0 to 1, ppl_change relative with its standard error.
 
-        The standard error is that of the mean difference of the log likelihoods, tokens taken as independent.
+        The standard error is that of the mean difference of the log likelihoods, tokens taken as independent. Figures
+        of logits that are not finite are NaN or infinite themselves, apart from same_top and nonfinite.
         """
+        with np.errstate(invalid="ignore", over="ignore"):
+            return self._summary()
+
+    def _summary(self) -> dict[str, float]:
         kld = np.array(self.kld)
         change = np.array(self.nll) - np.array(self.nll_reference)
         ratio = float(np.exp(change.mean()))

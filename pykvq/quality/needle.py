@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pykvq.arguments import require_type
 from pykvq.errors import InvalidArgumentError
-from pykvq.kv_config import KVConfig, parse_kv_config
+from pykvq.kv_config import KVConfig, parse_kv_config, parse_kv_configs
 from pykvq.llama import Llama
+from pykvq.runtime import Model
 
 # G. Kamradt 2023, "Needle in a haystack": a fact put at a depth of a text, asked for at its end
 _FACT = "\n\nThe secret number of the harbour is {number}.\n\n"
@@ -22,7 +24,7 @@ GREEDY_TOKENS = 128
 
 def needle(
     model_path: str | os.PathLike[str],
-    kv: Sequence[str | KVConfig],
+    kv: str | KVConfig | Sequence[str | KVConfig],
     *,
     text: str,
     lengths: Sequence[int],
@@ -47,7 +49,9 @@ def needle(
     Raises:
         InvalidArgumentError: the text is too short.
     """
-    configs = [parse_kv_config("f16"), *(parse_kv_config(value) for value in kv)]
+    require_type("text", text, str)
+    configs = [parse_kv_config("f16"), *parse_kv_configs(kv)]
+    require_length(model_path, text, lengths)
     rows: list[dict[str, Any]] = []
     n_steps = len(lengths) * len(configs) * len(depths)
     done = 0
@@ -83,15 +87,33 @@ def needle(
     return rows
 
 
+def require_length(model_path: str | os.PathLike[str], text: str, lengths: Sequence[int]) -> None:
+    """Refuses a text that is too short to hide a number in, before anything is computed.
+
+    Raises:
+        InvalidArgumentError: it has fewer tokens than the longest prompt needs; the message has both numbers.
+    """
+    if not lengths:
+        return
+    with Model(model_path, vocab_only=True) as model:
+
+        def count(part: str, *, add_special: bool = False) -> int:
+            return len(model.tokenize(part.encode("utf-8", "replace"), add_special=add_special, parse_special=False))
+
+        n = max(lengths) - count(_FACT.format(number=_NUMBER)) - count(_QUESTION)
+        n_text = count(text, add_special=True)
+    if n_text < n:
+        raise InvalidArgumentError(
+            f"the text has {n_text} tokens and a prompt of {max(lengths)} needs {n}: give a longer one, or a smaller "
+            "--needle"
+        )
+
+
 def _ask(llm: Llama, text: str, length: int, depth: float) -> list[int]:
     fact = llm.tokenize(_FACT.format(number=_NUMBER), add_bos=False)
     question = llm.tokenize(_QUESTION, add_bos=False)
     haystack = llm.tokenize(text)
     n = length - len(fact) - len(question)
-    if len(haystack) < n:
-        raise InvalidArgumentError(
-            f"the text has {len(haystack)} tokens and a prompt of {length} needs {n}: give a longer one"
-        )
     at = int(n * depth)
     prompt = [*haystack[:at], *fact, *haystack[at:n], *question]
     generation = llm.start_generation(prompt, max_tokens=GREEDY_TOKENS, sampling=llm.sampling_params(temperature=0.0))

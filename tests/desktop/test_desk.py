@@ -13,6 +13,7 @@ from pykvq.desktop.answer import chat_messages
 from pykvq.desktop.conversations import Attachment, Conversation, Message
 from pykvq.desktop.desk import Desk
 from pykvq.desktop.forecast import Forecast, Forecaster
+from pykvq.desktop.pages.load_dialog import _cost
 from pykvq.errors import AbortedError, BusyError, InvalidArgumentError, ModelFileError, StorageError
 from pykvq.server.registry import ModelRegistry
 from pykvq.server.settings import LoadOptions, ServerSettings
@@ -325,3 +326,9 @@ def test_what_needs_more_than_is_free_does_not_fit(available, device, available_
     forecast = Forecast(10, (("f16", 20), ("q4_ve", 20)), 10, 100, available, device, available_device, None)
     assert forecast.total == 60
     assert forecast.fits is fits
+
+
+def test_what_a_format_costs_that_computes_nan():
+    measured = {"kld_mean": None, "same_top": 0.0, "nonfinite": 1.0}
+    forecast = Forecast(10, (("q8_0", 20),), 10, 100, 60, 0, 0, measured)
+    assert _cost(forecast, OPTIONS) == "Measured on this model: ultra4: 100 % of the logits are not finite."

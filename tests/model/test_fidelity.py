@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
 from tiny_models import TinyModel
 
-from pykvq import InvalidArgumentError, Llama
+from pykvq import InternalError, InvalidArgumentError, KVConfig, Llama, Tier
 from pykvq.cli import fidelity as command
-from pykvq.quality import fidelity
+from pykvq.cli.text_file import write_json
+from pykvq.measured import recall, warning
+from pykvq.quality import evaluate, fidelity, needle
 from pykvq.quality.metrics import Divergence, log_softmax
 
 FORMATS = ["f16:128+f16", "q8_0", "f16:32+q4_0", "f16:32+q2_t"]
@@ -75,6 +80,95 @@ def test_logits_that_are_not_finite_are_counted():
     assert divergence.summary()["nonfinite"] == 0.05
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_token_whose_logits_are_not_a_number_has_no_likeliest_successor():
+    reference = np.zeros((3, 10), dtype=np.float32)
+    reference[:, 0] = 9
+    divergence = Divergence()
+    logits = reference.copy()
+    logits[0] = np.nan
+    logits[1, 0] = np.inf
+    divergence.add(log_softmax(reference), logits, np.zeros(3, dtype=np.int32))
+    assert divergence.same_top == [False, False, True]
+    assert np.isnan(divergence.summary()["kld_mean"])
+
+
+@pytest.fixture
+def broken_path(tmp_path, monkeypatch):
+    tiny = TinyModel()
+    weights = tiny.weights()
+    weights["blk.1.attn_k.weight"][:] = np.nan
+    monkeypatch.setattr(TinyModel, "weights", lambda _self: weights)
+    return tiny.write(tmp_path / "nan.gguf")
+
+
+def test_a_model_that_computes_nan(broken_path, text_path, tmp_path, capsys):
+    with pytest.raises(InternalError, match="the model's logits are not a number: its weights or an F16 cache are"):
+        fidelity(broken_path, ["q8_0"], **SIZES)
+    assert recall(broken_path, "q8_0") is None
+    out = tmp_path / "out.json"
+    code, out_text, err = run(capsys, broken_path, "--kv", "q8_0", *small(text_path), "--json", out)
+    assert (code, out_text, err.count("\n")) == (1, "", 1)
+    assert not out.exists()
+
+
+def test_a_format_that_computes_nan(path, text_path, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pykvq.measured.cache_dir", lambda: tmp_path)
+    decode = evaluate._decode
+    monkeypatch.setattr(
+        evaluate, "_decode", lambda context, *rest: decode(context, *rest) * (1 if context.read_tiers() else np.nan)
+    )
+    out = tmp_path / "out.json"
+    code, table, err = run(capsys, path, "--kv", "q8_0,f16:32+q4_0", *small(text_path), "--json", out)
+    assert code == 0, err
+    assert "q8_0: 100 % of the logits are not finite" in err
+    assert " nan " in table
+    row, other = json.loads(out.read_text(), parse_constant=pytest.fail)["presets"]
+    assert (row["kld_mean"], row["same_top"], row["nonfinite"]) == (None, 0, 1)
+    assert other["kld_mean"] > 0
+    json.loads(next((tmp_path / "fidelity").iterdir()).read_text(), parse_constant=pytest.fail)
+    told = recall(path, "q8_0")
+    assert (told["kld_mean"], told["nonfinite"]) == (None, 1)
+
+
+def test_a_share_is_told_without_an_exponent():
+    for share, text in [(1.0, "100 %"), (0.5, "50 %"), (0.00123, "0.123 %"), (1e-9, "less than 0.01 %")]:
+        assert warning("x", {"nonfinite": share}) == f"x: {text} of the logits are not finite"
+
+
+def test_what_stayed_in_the_first_tier_is_not_remembered(path, text_path, capsys):
+    sizes = {**SIZES, "n_chunks": 1}
+    before = fidelity(path, ["f16:128+q2_t"], **sizes)["presets"][0]
+    assert before["n_aged"] > 0
+    assert fidelity(path, ["q8_0"], **sizes)["presets"][0]["n_aged"] is None
+    code, _, err = run(capsys, path, "--kv", "f16:128+q2_t", *small(text_path), "--ctx", 128)
+    assert code == 0
+    assert "f16:128+q2_t: no token left the first tier at --ctx 128: give a larger one" in err
+    assert recall(path, "f16:128+q2_t")["kld_mean"] == before["kld_mean"]
+
+
+@pytest.mark.parametrize("kv", ["q8_0", KVConfig("mine", (Tier("q8_0", "q8_0"),))])
+def test_a_single_format(path, kv):
+    rows = fidelity(path, kv, **{**SIZES, "n_ctx": np.int64(256), "n_chunks": 1})["presets"]
+    assert [row["tiers"] for row in rows] == ["q8_0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kv": None}, "kv must be a list, got None"),
+        ({"kv": [4]}, "kv_quant must be a name such as 'ultra4', got 4"),
+        ({"text": b"text"}, "text must be text, got b'text'"),
+        ({"n_ctx": "512"}, "n_ctx must be a whole number, got '512'"),
+        ({"n_chunks": 1.5}, "n_chunks must be a whole number, got 1.5"),
+        ({"float_weights": 1}, "float_weights must be True or False, got 1"),
+    ],
+)
+def test_arguments_of_another_type(path, arguments, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        fidelity(path, **{"kv": ["q8_0"], **SIZES, **arguments})
+
+
 def test_float_weights_change_the_model_a_little(path):
     row = fidelity(path, ["f16:32+q4_0"], float_weights=True, **SIZES)["presets"][0]
     plain = fidelity(path, ["f16:32+q4_0"], **SIZES)["presets"][0]
@@ -88,6 +182,11 @@ def text_path(tmp_path_factory):
     return target
 
 
+def small(text_path):
+    """Options of a quick run."""
+    return ["--ctx", 512, "--chunks", 1, "--threads", 1, "--text", text_path]
+
+
 def run(capsys, *arguments):
     code = command.main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
@@ -95,20 +194,68 @@ def run(capsys, *arguments):
 
 
 def test_command(path, text_path, tmp_path, capsys):
-    small = ["--ctx", 512, "--chunks", 1, "--threads", 1, "--text", text_path]
-    code, out, err = run(capsys, path, "--kv", "q8_0,f16:32+q2_t", *small, "--json", tmp_path / "out.json")
+    options = [*small(text_path), "--json", tmp_path / "out.json"]
+    code, out, err = run(capsys, path, "--kv", "q8_0,f16:32+q2_t@k1=q8_0,v1=q4_ve", *options)
     assert code == 0, err
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("| ")][-2:] == ["q8_0", "f16:32+q2_t"], out
+    names = ["q8_0", "f16:32+q2_t@k1=q8_0,v1=q4_ve"]
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("| ")][-2:] == names, out
     report = json.loads((tmp_path / "out.json").read_text())
-    assert [row["name"] for row in report["presets"]] == ["q8_0", "f16:32+q2_t"]
+    assert [row["name"] for row in report["presets"]] == names
     assert set(report) == {"model", "settings", "versions", "presets"}
 
 
 def test_command_finds_needles(path, text_path, capsys):
-    small = ["--ctx", 512, "--chunks", 1, "--threads", 1, "--text", text_path]
-    code, out, err = run(capsys, path, "--kv", "q8_0", *small, "--needle", "256")
+    code, out, err = run(capsys, path, "--kv", "q8_0", *small(text_path), "--needle", "256")
     assert code == 0, err
     assert "same greedy tokens" in out
+
+
+@pytest.fixture
+def nothing_computed(monkeypatch):
+    """Fails where a comparison begins."""
+    monkeypatch.setattr("pykvq.quality.compare", pytest.fail)
+    monkeypatch.setattr(sys.modules["pykvq.quality.needle"], "Llama", pytest.fail)
+
+
+@pytest.mark.usefixtures("nothing_computed")
+def test_a_text_too_short_for_a_needle_is_refused_first(path, text_path, capsys):
+    code, _, err = run(capsys, path, "--kv", "q8_0", *small(text_path), "--needle", "256,50000")
+    assert code == 2
+    assert "tokens and a prompt of 50000 needs 49" in err
+    with pytest.raises(InvalidArgumentError, match="the text has 9 tokens and a prompt of 512 needs"):
+        needle(path, "q8_0", text="short", lengths=[128, 512])
+
+
+@pytest.mark.usefixtures("nothing_computed")
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_what_is_read_is_not_written_over(text_path, tmp_path, capsys, option):
+    first = TinyModel(n_layer=3).write(tmp_path / "split.gguf", tensors_per_file=20)
+    link = tmp_path / "link.png"
+    os.link(text_path, link)
+    calibration = tmp_path / first.name.replace(".gguf", ".kvq.gguf")
+    calibration.write_text("")
+    for target in [*sorted(tmp_path.glob("split-*")), link]:
+        code, _, err = run(capsys, first, *small(text_path), option, target)
+        assert code == 2
+        assert "itself, which is read: write to another file" in err
+    for target, problem in [(tmp_path, "it is a folder"), (tmp_path / "no" / "x.png", "its folder does not exist")]:
+        code, _, err = run(capsys, first, *small(text_path), option, target)
+        assert (code, f"cannot write '{target}': {problem}" in err) == (2, True), err
+
+
+def test_json_is_written_at_once(tmp_path):
+    target, link, before = (tmp_path / name for name in ("out.json", "link.json", "before.json"))
+    write_json(target, {"a": [1, math.inf]})
+    link.symlink_to(target)
+    os.link(target, before)
+    write_json(link, {"a": 2})
+    assert link.is_symlink()
+    assert json.loads(target.read_text()) == {"a": 2}
+    assert json.loads(before.read_text()) == {"a": [1, None]}  # not written into
+    assert sorted(tmp_path.iterdir()) == [before, link, target]
+    write_json(Path(os.devnull), {})
+    with pytest.raises(InvalidArgumentError, match="does not exist"):
+        write_json(tmp_path / "no" / "x.json", {})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """pykvq-bench's arithmetic and its table; tests/model/test_bench_smollm2.py runs it on a model."""
 
 import pytest
+from tiny_models import TinyModel
 
 from pykvq.bench import BASELINE, BenchRow, BenchSettings, _add_ratios, bench
 from pykvq.cli.bench import main, table
@@ -43,6 +44,21 @@ def test_nothing_to_measure(settings, tmp_path):
 def test_depth_must_be_numbers(tmp_path, capsys):
     assert main([str(tmp_path / "none.gguf"), "--depth", "0,many"]) == 2
     assert "--depth '0,many' is not a list of numbers" in capsys.readouterr().err
+
+
+def test_a_format_with_types_of_layers_is_one(tmp_path, capsys, monkeypatch):
+    def run(_path, settings, **_kwargs):
+        raise InvalidArgumentError(" and ".join(settings.kv))
+
+    monkeypatch.setattr("pykvq.bench.bench", run)
+    assert main([str(TinyModel().write(tmp_path / "tiny.gguf")), "--kv", "f16:128+q4_ve@k3=q8_0,v3=q8_0,q8_0"]) == 2
+    assert "error: f16:128+q4_ve@k3=q8_0,v3=q8_0 and q8_0\n" in capsys.readouterr().err
+
+
+def test_the_model_is_not_written_over(tmp_path, capsys):
+    path = TinyModel().write(tmp_path / "tiny.gguf")
+    assert main([str(path), "--json", str(path)]) == 2
+    assert "write to another file" in capsys.readouterr().err
 
 
 def test_table():

@@ -157,8 +157,10 @@ def _cost(forecast: Forecast, options: LoadOptions) -> str:
     measured = forecast.measured
     if measured is None:
         return f"What {options.kv_quant} costs on this model is not measured yet: see the Fidelity page."
-    text = f"Measured on this model: KLD {measured['kld_mean']:.4f}, same-top {100 * measured['same_top']:.1f} %"
     problem = warning(options.kv_quant, measured)
+    if measured["kld_mean"] is None:
+        return f"Measured on this model: {problem}."
+    text = f"Measured on this model: KLD {measured['kld_mean']:.4f}, same-top {100 * measured['same_top']:.1f} %"
     return f"{text}. Note: {problem}." if problem else text
 
 
