@@ -29,10 +29,10 @@ test: $(INSTALLED) test-native
 test-all: $(INSTALLED) $(TOOLS) test-native test-simd
 	$(BIN)/python -m pytest
 
-# What KV formats cost on the demo model (docs/fidelity.md); ARGS='--text FILE' for another text.
+# What KV formats cost on the demo model, as in the table of docs/fidelity.md with ARGS='--text wiki.test.raw'.
 fidelity: $(INSTALLED)
 	@$(BIN)/pykvq-fidelity "$$($(BIN)/python -c 'from pykvq import catalog; print(catalog.fetch(catalog.default_model()))')" \
-	    --float-weights --chunks 2 $(ARGS)
+	    --float-weights --kv f16,q8_0,q4_0,ultra4,f16:128+q2_t@auto $(ARGS)
 
 # The KV types' own tests, under AddressSanitizer and UndefinedBehaviorSanitizer.
 test-native: sanitized
