@@ -14,7 +14,7 @@ N_CTX = 1024
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return TinyModel(n_ctx_train=N_CTX).write(tmp_path_factory.mktemp("auto") / "tiny.gguf")
+    return TinyModel(n_ctx_train=8 * N_CTX).write(tmp_path_factory.mktemp("auto") / "tiny.gguf")
 
 
 def allocated(kind, path, **arguments) -> int:
@@ -42,3 +42,14 @@ def test_no_more_is_allocated_than_given(path, kind, arguments):
             assert allocated(kind, path, kv_quant="auto", kv_memory=budget, **arguments) <= budget
             fitting += 1
     assert fitting >= 1
+
+
+def test_embeddings_have_no_tiers(path):
+    """Nothing grows old in a cache that each text empties."""
+    arguments = {"n_ctx": 8 * N_CTX, "n_threads": 1, "calibrate": "never", "embedding": True}
+    with Llama(path, kv_quant="f16", **arguments) as llm:
+        f16 = llm.kv_info()["kv_bytes"]
+    with Llama(path, kv_quant="auto", kv_memory=f16, **arguments) as llm:
+        assert llm.kv_info()["tiers_spec"] == "f16"
+    with pytest.raises(OutOfMemoryError):
+        Llama(path, kv_quant="auto", kv_memory=f16 - 1, **arguments)
