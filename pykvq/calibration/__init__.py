@@ -26,7 +26,7 @@ __all__ = ["DEFAULT_POSITIONS", "DEFAULT_TOKENS", "CalibrationInfo", "calibrate"
 DEFAULT_TOKENS = 2048
 # of the default text: the model writes half of them in texts of _OWN_TOKENS, a sequence each
 MAX_OWN_TOKENS = 65536
-MAX_POSITIONS = 1 << 24
+MAX_POSITIONS = 1 << 30
 # a text of fewer different tokens says nothing of how keys and values vary
 _MIN_DIFFERENT = 16
 # tokens of the longest context that a calibration is for, if nothing else is asked

@@ -212,7 +212,7 @@ def test_a_text_of_few_different_tokens_is_refused(path, text):
         ({"n_tokens": -5}, "256 tokens at least, got n_tokens=-5"),
         ({"n_tokens": 10**20}, "without a text of yours a calibration takes 65536 tokens at most"),
         ({"n_tokens": "256"}, "n_tokens must be a whole number"),
-        ({"n_positions": -1}, r"n_positions=-1: a calibration is for contexts of 1 to 16777216 tokens"),
+        ({"n_positions": -1}, r"n_positions=-1: a calibration is for contexts of 1 to 1073741824 tokens"),
         ({"n_positions": 2**31}, r"n_positions=2147483648"),
         ({"n_positions": None}, "n_positions must be a whole number"),
         ({"text": b"four"}, "text must be text"),
