@@ -31,7 +31,9 @@ class Weight:
         Raises:
             NotImplementedError: it is of a type that gguf does not decode.
         """
-        kind = gguf.GGMLQuantizationType[self.info.type_name.upper()]
+        kind = gguf.GGMLQuantizationType.__members__.get(self.info.type_name.upper())
+        if kind is None:
+            raise NotImplementedError(self.info.type_name)
         shape = (*self.info.shape[:0:-1], -1)
         data = np.memmap(self.path, np.uint8, "r", self.info.offset, self.info.n_bytes).reshape(shape)
         return np.asarray(gguf.quants.dequantize(data, kind), dtype=np.float32)
