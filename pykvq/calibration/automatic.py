@@ -47,13 +47,13 @@ def calibration_for(
         info = _automatic(model, model_path, n_ctx, n_threads, progress)
     else:
         info = read_info(Path(choice), model_hash(model_path))
-        if info.n_positions < n_ctx:
-            logger.warning(
-                "the calibration %s is for contexts of %d tokens, this one has %d: keys beyond lose more",
-                info.path,
-                info.n_positions,
-                n_ctx,
-            )
+    if info is not None and info.n_positions < n_ctx:
+        logger.warning(
+            "the calibration %s is for contexts of %d tokens, this one has %d: keys beyond lose more",
+            info.path,
+            info.n_positions,
+            n_ctx,
+        )
     if kv.needs_calibration and not (info is not None and info.spectral_keys):
         raise InvalidArgumentError(
             f"the KV format {kv} holds keys that a calibration sorts, and there is none that does: use q4_ve and q2_t"

@@ -74,21 +74,27 @@ def test_a_longer_context_calibrates_anew(path):
     assert load(path)["calibration"]["n_positions"] >= 1024
 
 
-def test_a_folder_that_is_not_writable(path, monkeypatch):
+def refuse_writing(monkeypatch, folder=None):
+    """Into a folder, or any."""
+
     def refuse(self, mode="r", *args, **kwargs):
-        if self.parent == path.parent and "w" in mode:
+        if "w" in mode and folder in (None, self.parent):
             raise PermissionError(13, "Permission denied")
         return open_file(self, mode, *args, **kwargs)
 
     open_file = Path.open
     monkeypatch.setattr(Path, "open", refuse)
+
+
+def test_a_folder_that_is_not_writable(path, monkeypatch):
+    refuse_writing(monkeypatch, path.parent)
     info = calibrate(path, n_tokens=N_TOKENS, n_threads=1)
     assert info.path.parent == path.parent / "cache" / "calibrations"
     assert find(path) == info
 
 
 def test_without_a_place_to_write_nothing_is_computed(path, monkeypatch, caplog):
-    monkeypatch.setattr(Path, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
+    refuse_writing(monkeypatch)
     monkeypatch.setattr(calibration, "collect_moments", Mock(side_effect=AssertionError))
     with pytest.raises(CalibrationError, match=r"cannot write the calibration \(.*Permission denied.*\): give a path"):
         calibrate(path, n_tokens=N_TOKENS, n_threads=1)
@@ -181,6 +187,13 @@ def test_a_calibration_for_shorter_contexts_is_told(path, tmp_path, caplog):
     output = tmp_path / "short.gguf"
     calibrate(path, n_tokens=N_TOKENS, n_positions=512, output=output, n_threads=1)
     load(path, calibrate=output)
+    assert "is for contexts of 512 tokens, this one has 1024" in caplog.text
+
+
+def test_a_short_one_that_cannot_be_replaced_is_told(path, monkeypatch, caplog):
+    calibrate(path, n_tokens=N_TOKENS, n_positions=512, n_threads=1)
+    refuse_writing(monkeypatch)
+    assert load(path)["calibration"]["n_positions"] == 512
     assert "is for contexts of 512 tokens, this one has 1024" in caplog.text
 
 
