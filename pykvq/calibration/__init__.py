@@ -42,7 +42,7 @@ _TEXT_SHARE, _PASS_SHARE = 0.4, 0.8
 def find(model_path: str | os.PathLike[str], n_positions: int = 0) -> CalibrationInfo | None:
     """A model's calibration, beside it or in the cache folder, None if there is none.
 
-    Of two, that beside it if it is for ``n_positions`` tokens, else the one for longer contexts.
+    Of two, the first that is for ``n_positions`` tokens, else the one for longer contexts.
 
     Raises:
         CalibrationError: there are only such that are damaged, of another format or of another model.
@@ -50,13 +50,15 @@ def find(model_path: str | os.PathLike[str], n_positions: int = 0) -> Calibratio
     hash_ = model_hash(model_path)
     found: CalibrationInfo | None = None
     error: CalibrationError | None = None
-    for path in file.candidates(model_path, hash_):
+    for path in filter(Path.is_file, file.candidates(model_path, hash_)):
         try:
-            info = file.read_info(path, hash_) if path.is_file() else None
+            info = file.read_info(path, hash_)
         except CalibrationError as reason:
             error = error or reason
             continue
-        if info is not None and (found is None or found.n_positions < min(info.n_positions, n_positions)):
+        if info.n_positions >= n_positions:
+            return info
+        if found is None or info.n_positions > found.n_positions:
             found = info
     if found is None and error is not None:
         raise error

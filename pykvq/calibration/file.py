@@ -165,8 +165,8 @@ def write(path: Path, layers: Sequence[LayerTransform], header: Mapping[str, str
     try:
         with written_at_once(path) as temporary:
             _write(temporary, layers, {**header, "checksum": _NO_CHECKSUM})
-            checksum = _checksum(temporary, _NO_CHECKSUM)
             data = temporary.read_bytes()
+            checksum = hashlib.sha256(data).hexdigest()
             temporary.write_bytes(data.replace(_NO_CHECKSUM.encode(), checksum.encode(), 1))
     except (OSError, ModelFileError) as error:
         raise CalibrationError(f"cannot write the calibration ({error}): give a path with --output") from error
